@@ -1,0 +1,148 @@
+"""What a user calls: `load` a spec or a generated folder, then `decode`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from mlaforge.cache import default_directory
+from mlaforge.decode import DecodeRunner, register
+from mlaforge.manifest import Manifest, read_manifest
+
+
+class MLA:
+    """The kernels of one MLA configuration, compiled."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        """Compile the kernels of a manifest; `load` is the usual way here."""
+        self.manifest = manifest
+        self._runner = DecodeRunner(manifest)
+        register(self._runner)
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        *,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend from absorbed queries to the paged latent cache.
+
+        Works on the current stream of q's device and never waits for it. The work is divided on the device from
+        `cache_seqlens`, so a captured graph may be replayed with other lengths and tables.
+
+        Args:
+            q: (b, s_q, h_q, d_qk), bf16 or fp16 as the spec's cache; latent part first, then RoPE.
+            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, h_kv, d_qk), the same dtype; the last
+                dimension contiguous, other strides multiples of 16 bytes.
+            block_table: (b, max_blocks) int32: the block of each page. Entries behind a request's last page are not
+                read.
+            cache_seqlens: (b,) int32: tokens of each request; those beyond the table's width are not there.
+            causal: bottom-right aligned: query i of s_q sees the tokens before len - (s_q - 1) + i.
+            softmax_scale: of the logits; the model's own if None.
+            out: (b, s_q, h_q, d_v) to write to, of q's dtype; made if None.
+            lse: (b, h_q, s_q) float32, contiguous, to write to; made if None.
+
+        Returns:
+            out, and the natural logarithm of the sum of exponentials of each row. A row that sees no token has out 0
+            and lse +inf.
+
+        Raises:
+            ValueError: an argument does not fit; it says which, what it is and what it must be. Nothing was launched.
+            CudaError: the driver refused the launch.
+        """
+        scale = self.manifest.softmax_scale if softmax_scale is None else float(softmax_scale)
+        arguments = (q, kv_cache, block_table, cache_seqlens)
+        if out is None and lse is None:
+            made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mlaforge.decode(
+                *arguments, self._runner.key, causal, scale
+            )
+            return made
+        if out is None:
+            out = q.new_empty((*q.shape[:3], self.manifest.d_v))
+        if lse is None:
+            lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        torch.ops.mlaforge.decode_out(*arguments, out, lse, self._runner.key, causal, scale)
+        return out, lse
+
+
+def load(spec: str | os.PathLike[str], *, device: str = "cuda") -> MLA:
+    """Compile the kernels of a spec, or take them from the cache.
+
+    Args:
+        spec: a folder made by `mlaforge generate`, a YAML file, or the name of a shipped spec. A folder needs neither
+            the generator nor its libraries.
+        device: "cuda", the only kind there is.
+
+    Raises:
+        ValueError: an unknown device.
+        SpecError: the YAML has faults (mlaforge_generator.errors).
+        ManifestError: the folder is none of ours.
+        CompileError: a kernel does not compile.
+        ToolchainError: the compiler or its headers are missing.
+    """
+    if device != "cuda":
+        raise ValueError(f"device is {device!r}; it must be 'cuda'")
+    path = Path(spec)
+    return MLA(read_manifest(path if path.is_dir() else _generate(os.fspath(spec))))
+
+
+def _generate(spec: str) -> Path:
+    # The one place where the runtime reaches for the generator, and only for a user who passes YAML.
+    from mlaforge_generator.plan import make_plan
+    from mlaforge_generator.render import render
+    from mlaforge_generator.resources import find_spec
+    from mlaforge_generator.spec import load_spec
+
+    plan = make_plan(load_spec(find_spec(spec)))
+    return materialise(plan.spec.name, render(plan))
+
+
+def materialise(name: str, files: Mapping[str, str]) -> Path:
+    """Put rendered files in a folder of the cache directory, named by their content; give the folder."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file}\0{len(files[file])}\0{files[file]}".encode())
+    cache = default_directory()
+    folder = cache / "generated" / f"{name}-{digest.hexdigest()[:16]}" if cache else None
+    if folder is not None and all(_holds(folder / file, text) for file, text in files.items()):
+        return folder
+    # Written aside and renamed: another process never sees half a folder.
+    try:
+        if folder is None:
+            raise OSError("no cache directory")
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
+    except OSError:
+        aside = Path(tempfile.mkdtemp(prefix=f"mlaforge-{name}-"))
+        folder = None
+    for file, text in files.items():
+        (aside / file).write_text(text, encoding="utf-8")
+    if folder is None:
+        return aside
+    try:
+        aside.rename(folder)
+    except OSError:
+        # Somebody was faster, or the folder was damaged: its files are what they must be, or are made so.
+        for file in files:
+            os.replace(aside / file, folder / file)
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return path.read_bytes() == text.encode()
+    except OSError:
+        return False

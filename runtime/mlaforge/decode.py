@@ -1,0 +1,389 @@
+"""The decode call: checks, workspace, the two launches, and the torch operators around them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from mlaforge.compiler import compile_kernel
+from mlaforge.launch import Kernel, TensorMapSpec, encode_tensor_map
+from mlaforge.manifest import Manifest
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LOG2_E = math.log2(math.e)
+
+
+@functools.cache
+def _sm_count(device: int) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) != (9, 0):
+        raise ValueError(
+            f"cuda:{device} is a {properties.name} of compute capability {properties.major}.{properties.minor}; "
+            "the kernels need 9.0 (Hopper)"
+        )
+    return int(properties.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The sizes of one checked call."""
+
+    b: int
+    s_q: int
+    h_q: int
+    h_kv: int
+
+    @property
+    def heads_per_kv(self) -> int:
+        return self.h_q // self.h_kv
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "(" + ", ".join(map(str, tensor.shape)) + ")"
+
+
+def _check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what neither TMA nor 16-byte stores can address."""
+    if not (tensor.stride(-1) == 1 or tensor.shape[-1] == 1):
+        raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+    address = tensor.data_ptr()
+    if address % 16 != 0:
+        raise ValueError(f"{name} begins at address {address:#x}, {address % 16} B behind a multiple of 16; move it")
+    for dim in range(tensor.dim() - 1):
+        stride = tensor.stride(dim) * tensor.element_size()
+        if not (tensor.shape[dim] == 1 or (stride % 16 == 0 and 0 <= stride < 1 << 40)):
+            raise ValueError(
+                f"{name} has a stride of {stride} B in dimension {dim}; TMA needs a multiple of 16 B below 2^40 B"
+            )
+
+
+class DecodeRunner:
+    """The compiled kernels of one manifest and the call that runs them."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        """Compile the kernels, or take them from the cache.
+
+        Raises:
+            CompileError: a kernel does not compile.
+            ToolchainError: the compiler or its headers are missing.
+        """
+        self.manifest = manifest
+        decode = compile_kernel(manifest.decode.source, arch=manifest.target)
+        combine = compile_kernel(manifest.combine.source, arch=manifest.target)
+        self.key = f"{manifest.name}:{decode.key[:16]}:{combine.key[:16]}"
+        self._decode = Kernel(
+            decode.cubin,
+            manifest.decode.entry,
+            tensor_maps=2,
+            parameters=manifest.decode.parameters,
+            dynamic_smem=manifest.decode.smem_bytes,
+        )
+        self._combine = Kernel(
+            combine.cubin,
+            manifest.combine.entry,
+            tensor_maps=0,
+            parameters=manifest.combine.parameters,
+            dynamic_smem=0,
+        )
+
+    def check(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        softmax_scale: float,
+    ) -> _Shape:
+        """Check a call's arguments; ValueError names the tensor, what it is and what it must be."""
+        m = self.manifest
+        dtype = DTYPES[m.cache.dtype]
+        shape = self.check_shapes(q, kv_cache, block_table, cache_seqlens)
+        tensors = {
+            "q": q,
+            "kv_cache": kv_cache,
+            "block_table": block_table,
+            "cache_seqlens": cache_seqlens,
+            "out": out,
+            "lse": lse,
+        }
+        for name, tensor in tensors.items():
+            if not (tensor.is_cuda):
+                raise ValueError(f"{name} is on {tensor.device}; the kernels run on a CUDA device")
+            if tensor.device != q.device:
+                raise ValueError(f"{name} is on {tensor.device}, q is on {q.device}; all must be on one device")
+        if not (kv_cache.shape[0] >= 1):
+            raise ValueError(f"kv_cache has shape {_shape(kv_cache)}; it must hold at least one block")
+        if not (block_table.shape[1] <= 1 or block_table.stride(1) == 1):
+            raise ValueError(
+                f"block_table has stride {block_table.stride(1)} in its last dimension; it must be contiguous there"
+            )
+        if not (cache_seqlens.is_contiguous()):
+            raise ValueError(f"cache_seqlens has stride {cache_seqlens.stride(0)}; it must be contiguous")
+        want_out = (shape.b, shape.s_q, shape.h_q, m.d_v)
+        if not (tuple(out.shape) == want_out and out.dtype == dtype):
+            raise ValueError(f"out has shape {_shape(out)} and dtype {out.dtype}; it must be {want_out} and {dtype}")
+        want_lse = (shape.b, shape.h_q, shape.s_q)
+        if not (tuple(lse.shape) == want_lse and lse.dtype == torch.float32 and lse.is_contiguous()):
+            raise ValueError(
+                f"lse has shape {_shape(lse)}, dtype {lse.dtype} and strides {lse.stride()}; it must be {want_lse}, "
+                "torch.float32 and contiguous"
+            )
+        if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+            raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive and finite")
+        if out.numel() > 0:
+            for name in ("q", "kv_cache", "out"):
+                _check_layout(name, tensors[name])
+        blocks = -(-block_table.shape[1] * m.cache.page_size // m.decode.tile_tokens)
+        line = shape.b * (max(blocks, 1) + m.decode.fixed_overhead_blocks)
+        if not (line < 1 << 31):
+            raise ValueError(
+                f"block_table has shape {_shape(block_table)}: its {line:,} blocks of {m.decode.tile_tokens} tokens, "
+                "overhead included, pass 2^31; split the batch"
+            )
+        return shape
+
+    def check_shapes(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor
+    ) -> _Shape:
+        """Check shapes and dtypes alone, which also holds for tensors without storage."""
+        m = self.manifest
+        dtype = DTYPES[m.cache.dtype]
+        if not (q.dim() == 4 and q.shape[3] == m.d_qk and q.shape[1] >= 1 and q.shape[2] >= 1):
+            raise ValueError(f"q has shape {_shape(q)}; it must be (b, s_q, h_q, {m.d_qk})")
+        page = m.cache.page_size
+        if not (kv_cache.dim() in (3, 4) and kv_cache.shape[1] == page and kv_cache.shape[-1] == m.d_qk):
+            raise ValueError(
+                f"kv_cache has shape {_shape(kv_cache)}; it must be (num_blocks, {page}, {m.d_qk}) or "
+                f"(num_blocks, {page}, h_kv, {m.d_qk})"
+            )
+        for name, tensor, want in (
+            ("q", q, dtype),
+            ("kv_cache", kv_cache, dtype),
+            ("block_table", block_table, torch.int32),
+            ("cache_seqlens", cache_seqlens, torch.int32),
+        ):
+            if tensor.dtype != want:
+                raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {want}")
+        if block_table.dim() != 2:
+            raise ValueError(f"block_table has shape {_shape(block_table)}; it must be (b, max_blocks)")
+        if cache_seqlens.dim() != 1:
+            raise ValueError(f"cache_seqlens has shape {_shape(cache_seqlens)}; it must be (b,)")
+        b, s_q, h_q, _ = q.shape
+        if block_table.shape[0] != b:
+            raise ValueError(f"block_table has {block_table.shape[0]} rows, q has a batch of {b}; they must agree")
+        if cache_seqlens.shape[0] != b:
+            raise ValueError(
+                f"cache_seqlens has {cache_seqlens.shape[0]} entries, q has a batch of {b}; they must agree"
+            )
+        h_kv = kv_cache.shape[2] if kv_cache.dim() == 4 else 1
+        if not (h_kv >= 1 and h_q % h_kv == 0):
+            raise ValueError(f"q has {h_q} heads, kv_cache {h_kv}; the heads of q must be a multiple of the cache's")
+        return _Shape(b, s_q, h_q, h_kv)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        softmax_scale: float,
+    ) -> None:
+        """Check everything, then launch on the current stream of q's device."""
+        shape = self.check(q, kv_cache, block_table, cache_seqlens, out, lse, softmax_scale)
+        if shape.b == 0:
+            return
+        m = self.manifest
+        device = q.device.index
+        sms = _sm_count(device)
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream(device).cuda_stream
+            rows = _rows_of_kv_heads(q, shape)
+            maps = (
+                self._map("q", rows, (rows.stride(2), rows.stride(1), rows.stride(0))),
+                self._map("kv_cache", *_cache_view(kv_cache)),
+            )
+            row_tiles = -(-shape.s_q * shape.heads_per_kv // m.decode.tile_rows)
+            tiles = row_tiles * shape.h_kv
+            parts = max(sms // tiles, 1)
+            # Every part can leave behind two partial results: of a request begun before it, and of one that goes on.
+            partial_rows = 2 * parts * tiles * m.decode.tile_rows if parts > 1 else 0
+            workspace = torch.empty(partial_rows * (m.d_v + 1) + 2 * parts, dtype=torch.float32, device=q.device)
+            partial_out = workspace.data_ptr()
+            partial_lse = partial_out + 4 * partial_rows * m.d_v
+            split_info = partial_lse + 4 * partial_rows
+            # A mask that hides nothing is not worth its instructions.
+            causal = causal and shape.s_q > 1
+            out_strides = [2 * out.stride(dim) for dim in range(3)]
+            self._decode.launch(
+                device,
+                stream,
+                (tiles, parts, 1),
+                m.decode.threads,
+                maps,
+                (
+                    block_table.data_ptr(),
+                    block_table.stride(0),
+                    cache_seqlens.data_ptr(),
+                    out.data_ptr(),
+                    *out_strides,
+                    lse.data_ptr(),
+                    partial_out,
+                    partial_lse,
+                    split_info,
+                    shape.b,
+                    shape.s_q,
+                    shape.heads_per_kv,
+                    row_tiles,
+                    block_table.shape[1],
+                    int(causal),
+                    softmax_scale * _LOG2_E,
+                ),
+            )
+            if parts > 1:
+                self._combine.launch(
+                    device,
+                    stream,
+                    (m.decode.tile_rows // m.combine.rows_per_block, tiles, parts - 1),
+                    m.combine.threads,
+                    (),
+                    (
+                        partial_out,
+                        partial_lse,
+                        split_info,
+                        out.data_ptr(),
+                        *out_strides,
+                        lse.data_ptr(),
+                        shape.s_q,
+                        shape.heads_per_kv,
+                        row_tiles,
+                    ),
+                    overlap_previous=True,
+                )
+
+    def _map(self, name: str, tensor: torch.Tensor, strides: tuple[int, ...]) -> bytes:
+        """Encode the map of a four-dimensional tensor; `strides` and its dimensions innermost first."""
+        dims = tuple(reversed(tensor.shape))
+        # TMA wants multiples of 16 B even of a stride that is never walked.
+        walked = tuple(
+            stride if size > 1 else dims[0] + -dims[0] % 8 for size, stride in zip(dims[1:], strides, strict=True)
+        )
+        return encode_tensor_map(
+            TensorMapSpec(self.manifest.cache.dtype, tensor.data_ptr(), dims, walked, self.manifest.decode.boxes[name])
+        )
+
+
+def _rows_of_kv_heads(q: torch.Tensor, shape: _Shape) -> torch.Tensor:
+    """View q as (b, h_kv, s_q * heads_per_kv, d_qk), rows token-major; a copy where strides do not allow a view."""
+    split = q.reshape(shape.b, shape.s_q, shape.h_kv, shape.heads_per_kv, q.shape[3]).transpose(1, 2)
+    return split.reshape(shape.b, shape.h_kv, shape.s_q * shape.heads_per_kv, q.shape[3])
+
+
+def _cache_view(kv_cache: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """View the cache as (num_blocks, h_kv, page_size, d_qk), and its strides innermost first."""
+    view = kv_cache.transpose(1, 2) if kv_cache.dim() == 4 else kv_cache.unsqueeze(1)
+    return view, (view.stride(2), view.stride(1), view.stride(0))
+
+
+_runners: dict[str, DecodeRunner] = {}
+
+
+def register(runner: DecodeRunner) -> None:
+    """Make a runner known to the operators under its key."""
+    _runners[runner.key] = runner
+
+
+def _runner(kernel: str) -> DecodeRunner:
+    runner = _runners.get(kernel)
+    if runner is None:
+        raise ValueError(f"no kernel {kernel!r} is loaded in this process; call mlaforge.load on its spec first")
+    return runner
+
+
+_ARGUMENTS = "Tensor q, Tensor kv_cache, Tensor block_table, Tensor cache_seqlens"
+torch.library.define(
+    "mlaforge::decode", f"({_ARGUMENTS}, str kernel, bool causal, float softmax_scale) -> (Tensor, Tensor)"
+)
+torch.library.define(
+    "mlaforge::decode_out",
+    f"({_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse, str kernel, bool causal, float softmax_scale) -> ()",
+)
+
+
+def _empty_results(
+    runner: DecodeRunner,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    runner.check_shapes(q, kv_cache, block_table, cache_seqlens)
+    b, s_q, h_q, _ = q.shape
+    out = q.new_empty((b, s_q, h_q, runner.manifest.d_v))
+    return out, q.new_empty((b, h_q, s_q), dtype=torch.float32)
+
+
+@torch.library.impl("mlaforge::decode", "default")
+def _decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    kernel: str,
+    causal: bool,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    runner = _runner(kernel)
+    out, lse = _empty_results(runner, q, kv_cache, block_table, cache_seqlens)
+    runner.run(q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
+    return out, lse
+
+
+@torch.library.register_fake("mlaforge::decode")
+def _decode_fake(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    kernel: str,
+    causal: bool,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_results(_runner(kernel), q, kv_cache, block_table, cache_seqlens)
+
+
+@torch.library.impl("mlaforge::decode_out", "default")
+def _decode_out(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kernel: str,
+    causal: bool,
+    softmax_scale: float,
+) -> None:
+    _runner(kernel).run(q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
+
+
+@torch.library.register_fake("mlaforge::decode_out")
+def _decode_out_fake(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kernel: str,
+    causal: bool,
+    softmax_scale: float,
+) -> None:
+    _runner(kernel).check_shapes(q, kv_cache, block_table, cache_seqlens)

@@ -1,0 +1,149 @@
+"""The manifest of a generated folder: all that the runtime needs to know of its kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+"""The manifest format that this runtime reads."""
+
+
+class ManifestError(ValueError):
+    """A folder holds no manifest that this version can read."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A kernel parameter behind the tensor maps."""
+
+    name: str
+    ctype: str
+
+
+@dataclass(frozen=True)
+class DecodeKernel:
+    """The decode kernel's launch facts."""
+
+    source: Path
+    entry: str
+    threads: int
+    smem_bytes: int
+    """Dynamic shared memory of a block."""
+    tile_rows: int
+    tile_tokens: int
+    fixed_overhead_blocks: int
+    boxes: Mapping[str, tuple[int, ...]]
+    """TMA box of each tensor, elements, innermost first."""
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class CombineKernel:
+    """The combine kernel's launch facts."""
+
+    source: Path
+    entry: str
+    threads: int
+    rows_per_block: int
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """The paged cache: element type (`bf16` or `fp16`) and tokens in a page."""
+
+    dtype: str
+    page_size: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One spec's kernels."""
+
+    folder: Path
+    name: str
+    target: str
+    model: Mapping[str, Any]
+    """Dimensions, in the words of config.json."""
+    tensor_parallel: int
+    cache: CacheFormat
+    softmax_scale: float
+    d_qk: int
+    d_v: int
+    decode: DecodeKernel
+    combine: CombineKernel
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """The files to compile."""
+        return (self.decode.source, self.combine.source)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `manifest.json` of a generated folder.
+
+    Raises:
+        ManifestError: the file is missing, damaged, of another format, or names a file outside of the folder.
+    """
+    path = folder / "manifest.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ManifestError(f"{folder} holds no manifest.json; is it a folder made by `mlaforge generate`?") from None
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{path} can't be read: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else None
+        raise ManifestError(f"{path} has format {found!r}, this version reads {FORMAT}; generate the folder again")
+    try:
+        return _parse(folder, data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ManifestError(f"{path} is damaged: {error!r}; generate the folder again") from None
+
+
+def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
+    decode, combine = data["decode"], data["combine"]
+    return Manifest(
+        folder=folder,
+        name=str(data["name"]),
+        target=str(data["target"]),
+        model=dict(data["model"]),
+        tensor_parallel=int(data["tensor_parallel"]),
+        cache=CacheFormat(str(data["cache"]["dtype"]), int(data["cache"]["page_size"])),
+        softmax_scale=float(data["softmax_scale"]),
+        d_qk=int(data["d_qk"]),
+        d_v=int(data["d_v"]),
+        decode=DecodeKernel(
+            source=_source(folder, decode["file"]),
+            entry=str(decode["entry"]),
+            threads=int(decode["threads"]),
+            smem_bytes=int(decode["smem_bytes"]),
+            tile_rows=int(decode["tile_rows"]),
+            tile_tokens=int(decode["tile_tokens"]),
+            fixed_overhead_blocks=int(decode["fixed_overhead_blocks"]),
+            boxes={name: tuple(map(int, box)) for name, box in decode["boxes"].items()},
+            parameters=_parameters(decode["parameters"]),
+        ),
+        combine=CombineKernel(
+            source=_source(folder, combine["file"]),
+            entry=str(combine["entry"]),
+            threads=int(combine["threads"]),
+            rows_per_block=int(combine["rows_per_block"]),
+            parameters=_parameters(combine["parameters"]),
+        ),
+    )
+
+
+def _source(folder: Path, name: str) -> Path:
+    # A manifest may come from anywhere: it names files of its own folder and no other.
+    if Path(name).name != name:
+        raise ManifestError(f"{folder / 'manifest.json'} names {name!r}, which is not a file of its folder")
+    return folder / name
+
+
+def _parameters(items: list[Mapping[str, str]]) -> tuple[Parameter, ...]:
+    return tuple(Parameter(str(item["name"]), str(item["ctype"])) for item in items)
