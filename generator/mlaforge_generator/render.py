@@ -1,6 +1,6 @@
 """A plan to text: one .cu per kernel, the device headers that they include, and a manifest for the runtime.
 
-Templates print numbers that the plan worked out and decide nothing. The same plan gives the same bytes on every machine.
+Templates print numbers that the plan worked out and decide nothing. The same plan gives the same bytes everywhere.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mlaforge.api import MLA as MLA
+    from mlaforge.api import load as load
     from mlaforge.cache import CacheWarning as CacheWarning
     from mlaforge.cache import KernelCache as KernelCache
     from mlaforge.compiler import CompiledKernel as CompiledKernel
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from mlaforge.compiler import KernelWarning as KernelWarning
     from mlaforge.compiler import compile_kernel as compile_kernel
     from mlaforge.compiler import compile_many as compile_many
+    from mlaforge.launch import CudaError as CudaError
+    from mlaforge.manifest import Manifest as Manifest
+    from mlaforge.manifest import ManifestError as ManifestError
+    from mlaforge.manifest import read_manifest as read_manifest
     from mlaforge.toolchain import Toolchain as Toolchain
     from mlaforge.toolchain import ToolchainError as ToolchainError
     from mlaforge.toolchain import find_toolchain as find_toolchain
@@ -24,6 +30,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "MLA": "api",
+    "load": "api",
+    "CudaError": "launch",
+    "Manifest": "manifest",
+    "ManifestError": "manifest",
+    "read_manifest": "manifest",
     "CacheWarning": "cache",
     "KernelCache": "cache",
     "CompileError": "compiler",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mlaforge.compiler import compile_kernel
-from mlaforge.launch import Kernel, TensorMapSpec, encode_tensor_map
+from mlaforge.launch import Kernel, TensorMapShape, encode_tensor_map
 from mlaforge.manifest import Manifest
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,6 +41,25 @@ class _Shape:
         return self.h_q // self.h_kv
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What follows from the shapes and strides of a call."""
+
+    shape: _Shape
+    row_tiles: int
+    tiles: int
+    """Row tiles of all kv heads: grid.x."""
+    parts: int
+    """Parts that share the requests: grid.y."""
+    copy_q: bool
+    """q's rows do not follow each other by one stride."""
+    q_map: TensorMapShape
+    kv_map: TensorMapShape
+
+
+_MAX_CALLS = 512
+
+
 def _shape(tensor: torch.Tensor) -> str:
     return "(" + ", ".join(map(str, tensor.shape)) + ")"
 
@@ -49,9 +68,6 @@ def _check_layout(name: str, tensor: torch.Tensor) -> None:
     """Refuse what neither TMA nor 16-byte stores can address."""
     if not (tensor.stride(-1) == 1 or tensor.shape[-1] == 1):
         raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
-    address = tensor.data_ptr()
-    if address % 16 != 0:
-        raise ValueError(f"{name} begins at address {address:#x}, {address % 16} B behind a multiple of 16; move it")
     for dim in range(tensor.dim() - 1):
         stride = tensor.stride(dim) * tensor.element_size()
         if not (tensor.shape[dim] == 1 or (stride % 16 == 0 and 0 <= stride < 1 << 40)):
@@ -71,6 +87,7 @@ class DecodeRunner:
             ToolchainError: the compiler or its headers are missing.
         """
         self.manifest = manifest
+        self._calls: dict[tuple[object, ...], _Call] = {}
         decode = compile_kernel(manifest.decode.source, arch=manifest.target)
         combine = compile_kernel(manifest.combine.source, arch=manifest.target)
         self.key = f"{manifest.name}:{decode.key[:16]}:{combine.key[:16]}"
@@ -97,9 +114,8 @@ class DecodeRunner:
         cache_seqlens: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        softmax_scale: float,
     ) -> _Shape:
-        """Check a call's arguments; ValueError names the tensor, what it is and what it must be."""
+        """Check all but the addresses; ValueError names the tensor, what it is and what it must be."""
         m = self.manifest
         dtype = DTYPES[m.cache.dtype]
         shape = self.check_shapes(q, kv_cache, block_table, cache_seqlens)
@@ -133,8 +149,6 @@ class DecodeRunner:
                 f"lse has shape {_shape(lse)}, dtype {lse.dtype} and strides {lse.stride()}; it must be {want_lse}, "
                 "torch.float32 and contiguous"
             )
-        if not (math.isfinite(softmax_scale) and softmax_scale > 0):
-            raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive and finite")
         if out.numel() > 0:
             for name in ("q", "kv_cache", "out"):
                 _check_layout(name, tensors[name])
@@ -197,99 +211,148 @@ class DecodeRunner:
         softmax_scale: float,
     ) -> None:
         """Check everything, then launch on the current stream of q's device."""
-        shape = self.check(q, kv_cache, block_table, cache_seqlens, out, lse, softmax_scale)
-        if shape.b == 0:
+        if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+            raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive and finite")
+        call = self._prepared(q, kv_cache, block_table, cache_seqlens, out, lse)
+        if call.shape.b == 0:
             return
-        m = self.manifest
+        for name, tensor in (("q", q), ("kv_cache", kv_cache), ("out", out)):
+            address = tensor.data_ptr()
+            if address % 16:
+                raise ValueError(
+                    f"{name} begins at address {address:#x}, {address % 16} B behind a multiple of 16; move it"
+                )
         device = q.device.index
-        sms = _sm_count(device)
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream(device).cuda_stream
-            rows = _rows_of_kv_heads(q, shape)
-            maps = (
-                self._map("q", rows, (rows.stride(2), rows.stride(1), rows.stride(0))),
-                self._map("kv_cache", *_cache_view(kv_cache)),
-            )
-            row_tiles = -(-shape.s_q * shape.heads_per_kv // m.decode.tile_rows)
-            tiles = row_tiles * shape.h_kv
-            parts = max(sms // tiles, 1)
-            # Every part can leave behind two partial results: of a request begun before it, and of one that goes on.
-            partial_rows = 2 * parts * tiles * m.decode.tile_rows if parts > 1 else 0
-            workspace = torch.empty(partial_rows * (m.d_v + 1) + 2 * parts, dtype=torch.float32, device=q.device)
-            partial_out = workspace.data_ptr()
-            partial_lse = partial_out + 4 * partial_rows * m.d_v
-            split_info = partial_lse + 4 * partial_rows
-            # A mask that hides nothing is not worth its instructions.
-            causal = causal and shape.s_q > 1
-            out_strides = [2 * out.stride(dim) for dim in range(3)]
-            self._decode.launch(
+        if torch.cuda.current_device() == device:
+            self._launch(call, device, q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
+        else:
+            with torch.cuda.device(device):
+                self._launch(call, device, q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
+
+    def _prepared(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> _Call:
+        """Check the arguments and work out the launch, once for tensors of the same shapes, strides and devices."""
+        tensors = (q, kv_cache, block_table, cache_seqlens, out, lse)
+        signature = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+        call = self._calls.get(signature)
+        if call is None:
+            call = self._prepare(self.check(*tensors), q, kv_cache)
+            if len(self._calls) >= _MAX_CALLS:
+                self._calls.clear()
+            self._calls[signature] = call
+        return call
+
+    def _prepare(self, shape: _Shape, q: torch.Tensor, kv_cache: torch.Tensor) -> _Call:
+        m = self.manifest
+        row_tiles = -(-shape.s_q * shape.heads_per_kv // m.decode.tile_rows)
+        tiles = row_tiles * shape.h_kv
+        # Row r of a kv head is query token r / heads_per_kv, head r % heads_per_kv: one stride must serve both.
+        one_stride = shape.s_q == 1 or shape.heads_per_kv == 1 or q.stride(1) == shape.heads_per_kv * q.stride(2)
+        row_stride = q.stride(1) if shape.heads_per_kv == 1 else q.stride(2)
+        rows = shape.s_q * shape.heads_per_kv
+        q_strides = (row_stride, shape.heads_per_kv * q.stride(2), q.stride(0))
+        if not one_stride:
+            q_strides = (m.d_qk, rows * m.d_qk, shape.h_kv * rows * m.d_qk)
+        head_stride = kv_cache.stride(2) if kv_cache.dim() == 4 else 0
+        return _Call(
+            shape=shape,
+            row_tiles=row_tiles,
+            tiles=tiles,
+            parts=max(_sm_count(q.device.index) // tiles, 1) if shape.b else 1,
+            copy_q=not one_stride,
+            q_map=self._map_shape("q", (m.d_qk, rows, shape.h_kv, shape.b), q_strides),
+            kv_map=self._map_shape(
+                "kv_cache",
+                (m.d_qk, m.cache.page_size, shape.h_kv, kv_cache.shape[0]),
+                (kv_cache.stride(1), head_stride, kv_cache.stride(0)),
+            ),
+        )
+
+    def _map_shape(self, name: str, dims: tuple[int, ...], strides: tuple[int, ...]) -> TensorMapShape:
+        # TMA wants a multiple of 16 B even of a stride that is never walked.
+        unwalked = dims[0] + -dims[0] % 8
+        walked = tuple(stride if size > 1 else unwalked for size, stride in zip(dims[1:], strides, strict=True))
+        return TensorMapShape(self.manifest.cache.dtype, dims, walked, self.manifest.decode.boxes[name])
+
+    def _launch(
+        self,
+        call: _Call,
+        device: int,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        softmax_scale: float,
+    ) -> None:
+        m = self.manifest
+        shape, parts, tiles = call.shape, call.parts, call.tiles
+        stream = torch.cuda.current_stream(device).cuda_stream
+        if call.copy_q:
+            heads = (shape.b, shape.s_q, shape.h_kv, shape.heads_per_kv, m.d_qk)
+            q = q.reshape(heads).transpose(1, 2).contiguous()
+        # Every part can leave behind two partial results: of a request begun before it, and of one that goes on.
+        partial_rows = 2 * parts * tiles * m.decode.tile_rows if parts > 1 else 0
+        workspace = torch.empty(partial_rows * (m.d_v + 1) + 2 * parts, dtype=torch.float32, device=q.device)
+        partial_out = workspace.data_ptr()
+        partial_lse = partial_out + 4 * partial_rows * m.d_v
+        split_info = partial_lse + 4 * partial_rows
+        out_strides = [2 * stride for stride in out.stride()[:3]]
+        self._decode.launch(
+            device,
+            stream,
+            (tiles, parts, 1),
+            m.decode.threads,
+            (encode_tensor_map(call.q_map, q.data_ptr()), encode_tensor_map(call.kv_map, kv_cache.data_ptr())),
+            (
+                block_table.data_ptr(),
+                block_table.stride(0),
+                cache_seqlens.data_ptr(),
+                out.data_ptr(),
+                *out_strides,
+                lse.data_ptr(),
+                partial_out,
+                partial_lse,
+                split_info,
+                shape.b,
+                shape.s_q,
+                shape.heads_per_kv,
+                call.row_tiles,
+                block_table.shape[1],
+                # A mask that hides nothing is not worth its instructions.
+                int(causal and shape.s_q > 1),
+                softmax_scale * _LOG2_E,
+            ),
+        )
+        if parts > 1:
+            self._combine.launch(
                 device,
                 stream,
-                (tiles, parts, 1),
-                m.decode.threads,
-                maps,
+                (m.decode.tile_rows // m.combine.rows_per_block, tiles, parts - 1),
+                m.combine.threads,
+                (),
                 (
-                    block_table.data_ptr(),
-                    block_table.stride(0),
-                    cache_seqlens.data_ptr(),
-                    out.data_ptr(),
-                    *out_strides,
-                    lse.data_ptr(),
                     partial_out,
                     partial_lse,
                     split_info,
-                    shape.b,
+                    out.data_ptr(),
+                    *out_strides,
+                    lse.data_ptr(),
                     shape.s_q,
                     shape.heads_per_kv,
-                    row_tiles,
-                    block_table.shape[1],
-                    int(causal),
-                    softmax_scale * _LOG2_E,
+                    call.row_tiles,
                 ),
+                overlap_previous=True,
             )
-            if parts > 1:
-                self._combine.launch(
-                    device,
-                    stream,
-                    (m.decode.tile_rows // m.combine.rows_per_block, tiles, parts - 1),
-                    m.combine.threads,
-                    (),
-                    (
-                        partial_out,
-                        partial_lse,
-                        split_info,
-                        out.data_ptr(),
-                        *out_strides,
-                        lse.data_ptr(),
-                        shape.s_q,
-                        shape.heads_per_kv,
-                        row_tiles,
-                    ),
-                    overlap_previous=True,
-                )
-
-    def _map(self, name: str, tensor: torch.Tensor, strides: tuple[int, ...]) -> bytes:
-        """Encode the map of a four-dimensional tensor; `strides` and its dimensions innermost first."""
-        dims = tuple(reversed(tensor.shape))
-        # TMA wants multiples of 16 B even of a stride that is never walked.
-        walked = tuple(
-            stride if size > 1 else dims[0] + -dims[0] % 8 for size, stride in zip(dims[1:], strides, strict=True)
-        )
-        return encode_tensor_map(
-            TensorMapSpec(self.manifest.cache.dtype, tensor.data_ptr(), dims, walked, self.manifest.decode.boxes[name])
-        )
-
-
-def _rows_of_kv_heads(q: torch.Tensor, shape: _Shape) -> torch.Tensor:
-    """View q as (b, h_kv, s_q * heads_per_kv, d_qk), rows token-major; a copy where strides do not allow a view."""
-    split = q.reshape(shape.b, shape.s_q, shape.h_kv, shape.heads_per_kv, q.shape[3]).transpose(1, 2)
-    return split.reshape(shape.b, shape.h_kv, shape.s_q * shape.heads_per_kv, q.shape[3])
-
-
-def _cache_view(kv_cache: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """View the cache as (num_blocks, h_kv, page_size, d_qk), and its strides innermost first."""
-    view = kv_cache.transpose(1, 2) if kv_cache.dim() == 4 else kv_cache.unsqueeze(1)
-    return view, (view.stride(2), view.stride(1), view.stride(0))
 
 
 _runners: dict[str, DecodeRunner] = {}
@@ -346,7 +409,6 @@ def _decode(
     return out, lse
 
 
-@torch.library.register_fake("mlaforge::decode")
 def _decode_fake(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -374,7 +436,6 @@ def _decode_out(
     _runner(kernel).run(q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
 
 
-@torch.library.register_fake("mlaforge::decode_out")
 def _decode_out_fake(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -387,3 +448,7 @@ def _decode_out_fake(
     softmax_scale: float,
 ) -> None:
     _runner(kernel).check_shapes(q, kv_cache, block_table, cache_seqlens)
+
+
+torch.library.register_fake("mlaforge::decode", _decode_fake)
+torch.library.register_fake("mlaforge::decode_out", _decode_out_fake)

@@ -32,11 +32,10 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
 
 
 @dataclass(frozen=True)
-class TensorMapSpec:
-    """What a tensor map says, in elements of 2 bytes, innermost dimension first."""
+class TensorMapShape:
+    """What a tensor map says beside the address, in elements of 2 bytes, innermost dimension first."""
 
     dtype: str
-    address: int
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     """Elements from one index to the next, of all dimensions but the innermost."""
@@ -44,29 +43,29 @@ class TensorMapSpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def encode_tensor_map(spec: TensorMapSpec) -> bytes:
+def encode_tensor_map(shape: TensorMapShape, address: int) -> bytes:
     """Encode a tensor map with the 128-byte swizzle and zeros outside of the tensor: 128 bytes.
 
     Raises:
         CudaError: the driver refuses it.
     """
-    rank = len(spec.dims)
+    rank = len(shape.dims)
     kinds = driver.CUtensorMapDataType
     tensor_map = _check(
         driver.cuTensorMapEncodeTiled(
-            kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if spec.dtype == "bf16" else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if shape.dtype == "bf16" else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             rank,
-            spec.address,
-            [driver.cuuint64_t(n) for n in spec.dims],
-            [driver.cuuint64_t(2 * n) for n in spec.strides],
-            [driver.cuuint32_t(n) for n in spec.box],
+            address,
+            [driver.cuuint64_t(n) for n in shape.dims],
+            [driver.cuuint64_t(2 * n) for n in shape.strides],
+            [driver.cuuint32_t(n) for n in shape.box],
             [driver.cuuint32_t(1)] * rank,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
-        f"encoding {spec}",
+        f"encoding {shape} at {address:#x}",
     )
     return ctypes.string_at(tensor_map.getPtr(), 128)
 
@@ -108,7 +107,9 @@ class Kernel:
                 library = _check(
                     driver.cuLibraryLoadData(self._cubin, [], [], 0, [], [], 0), f"loading the cubin of {self._entry}"
                 )
-                self._kernel = _check(driver.cuLibraryGetKernel(library, self._entry.encode()), f"finding {self._entry}")
+                self._kernel = _check(
+                    driver.cuLibraryGetKernel(library, self._entry.encode()), f"finding {self._entry}"
+                )
             if device not in self._devices:
                 # Once for each device, not at each launch, where two threads would race.
                 if self._dynamic_smem:

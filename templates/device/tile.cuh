@@ -103,7 +103,9 @@ MLAFORGE_DEVICE void scale_rows(float (&acc)[Count], const float (&factor)[2]) {
 template <int Rows>
 MLAFORGE_DEVICE void zero_rows(smem_t tile, int first, int count, int first_row) {
   const int chunks = (Rows - first_row) * 8;
+#pragma unroll 1
   for (int sub = first; sub < first + count; ++sub) {
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x) & 127; i < chunks; i += 128) {
       store_shared_zero16(tile + sub * (Rows * 128) + first_row * 128 + i * 16);
     }
