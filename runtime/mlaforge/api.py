@@ -13,16 +13,19 @@ import torch
 
 from mlaforge.cache import default_directory
 from mlaforge.decode import DecodeRunner, register
+from mlaforge.launch import Cuda
 from mlaforge.manifest import Manifest, read_manifest
+from mlaforge.simulator import Simulator, SimulatorOptions
 
 
 class MLA:
     """The kernels of one MLA configuration, compiled."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, backend: Cuda | Simulator) -> None:
         """Compile the kernels of a manifest; `load` is the usual way here."""
         self.manifest = manifest
-        self._runner = DecodeRunner(manifest)
+        self.backend = backend
+        self._runner = DecodeRunner(manifest, backend)
         register(self._runner)
 
     def decode(
@@ -77,13 +80,15 @@ class MLA:
         return out, lse
 
 
-def load(spec: str | os.PathLike[str], *, device: str = "cuda") -> MLA:
+def load(spec: str | os.PathLike[str], *, device: str = "cuda", simulator: SimulatorOptions | None = None) -> MLA:
     """Compile the kernels of a spec, or take them from the cache.
 
     Args:
         spec: a folder made by `mlaforge generate`, a YAML file, or the name of a shipped spec. A folder needs neither
             the generator nor its libraries.
-        device: "cuda", the only kind there is.
+        device: "cuda", or "sim": the same kernels' text on the CPU, on CPU tensors, under a machine that looks for
+            races and deadlocks.
+        simulator: how that machine runs.
 
     Raises:
         ValueError: an unknown device.
@@ -92,10 +97,11 @@ def load(spec: str | os.PathLike[str], *, device: str = "cuda") -> MLA:
         CompileError: a kernel does not compile.
         ToolchainError: the compiler or its headers are missing.
     """
-    if device != "cuda":
-        raise ValueError(f"device is {device!r}; it must be 'cuda'")
+    if device not in ("cuda", "sim"):
+        raise ValueError(f"device is {device!r}; it must be 'cuda' or 'sim'")
     path = Path(spec)
-    return MLA(read_manifest(path if path.is_dir() else _generate(os.fspath(spec))))
+    manifest = read_manifest(path if path.is_dir() else _generate(os.fspath(spec)))
+    return MLA(manifest, Cuda() if device == "cuda" else Simulator(simulator or SimulatorOptions()))
 
 
 def _generate(spec: str) -> Path:

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 
-from mlaforge.compiler import compile_kernel
-from mlaforge.launch import Kernel, TensorMapShape, encode_tensor_map
+from mlaforge.launch import Cuda, LaunchTensor, TensorMapShape
 from mlaforge.manifest import Manifest
+from mlaforge.simulator import Simulator
+
+_serial = itertools.count()
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LOG2_E = math.log2(math.e)
-
-
-@functools.cache
-def _sm_count(device: int) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    if (properties.major, properties.minor) != (9, 0):
-        raise ValueError(
-            f"cuda:{device} is a {properties.name} of compute capability {properties.major}.{properties.minor}; "
-            "the kernels need 9.0 (Hopper)"
-        )
-    return int(properties.multi_processor_count)
 
 
 @dataclass(frozen=True)
@@ -79,32 +70,22 @@ def _check_layout(name: str, tensor: torch.Tensor) -> None:
 class DecodeRunner:
     """The compiled kernels of one manifest and the call that runs them."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        """Compile the kernels, or take them from the cache.
+    def __init__(self, manifest: Manifest, backend: Cuda | Simulator) -> None:
+        """Compile the kernels for a backend, or take them from the cache.
 
         Raises:
             CompileError: a kernel does not compile.
             ToolchainError: the compiler or its headers are missing.
         """
         self.manifest = manifest
+        self.key = f"{manifest.name}:{next(_serial)}"
+        self._backend = backend
         self._calls: dict[tuple[object, ...], _Call] = {}
-        decode = compile_kernel(manifest.decode.source, arch=manifest.target)
-        combine = compile_kernel(manifest.combine.source, arch=manifest.target)
-        self.key = f"{manifest.name}:{decode.key[:16]}:{combine.key[:16]}"
-        self._decode = Kernel(
-            decode.cubin,
-            manifest.decode.entry,
-            tensor_maps=2,
-            parameters=manifest.decode.parameters,
-            dynamic_smem=manifest.decode.smem_bytes,
+        decode, combine = manifest.decode, manifest.combine
+        self._decode = backend.kernel(
+            decode.source, manifest.target, decode.entry, 2, decode.parameters, decode.smem_bytes
         )
-        self._combine = Kernel(
-            combine.cubin,
-            manifest.combine.entry,
-            tensor_maps=0,
-            parameters=manifest.combine.parameters,
-            dynamic_smem=0,
-        )
+        self._combine = backend.kernel(combine.source, manifest.target, combine.entry, 0, combine.parameters, 0)
 
     def check(
         self,
@@ -128,8 +109,8 @@ class DecodeRunner:
             "lse": lse,
         }
         for name, tensor in tensors.items():
-            if not (tensor.is_cuda):
-                raise ValueError(f"{name} is on {tensor.device}; the kernels run on a CUDA device")
+            if tensor.device.type != self._backend.device_type:
+                raise ValueError(f"{name} is on {tensor.device}; these kernels run on {self._backend.device_type}")
             if tensor.device != q.device:
                 raise ValueError(f"{name} is on {tensor.device}, q is on {q.device}; all must be on one device")
         if not (kv_cache.shape[0] >= 1):
@@ -222,12 +203,12 @@ class DecodeRunner:
                 raise ValueError(
                     f"{name} begins at address {address:#x}, {address % 16} B behind a multiple of 16; move it"
                 )
-        device = q.device.index
-        if torch.cuda.current_device() == device:
-            self._launch(call, device, q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
+        device = q.device
+        if device.type == "cpu" or torch.cuda.current_device() == device.index:
+            self._launch(call, q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
         else:
             with torch.cuda.device(device):
-                self._launch(call, device, q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
+                self._launch(call, q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
 
     def _prepared(
         self,
@@ -265,7 +246,7 @@ class DecodeRunner:
             shape=shape,
             row_tiles=row_tiles,
             tiles=tiles,
-            parts=max(_sm_count(q.device.index) // tiles, 1) if shape.b else 1,
+            parts=max(self._backend.sm_count(q.device) // tiles, 1) if shape.b else 1,
             copy_q=not one_stride,
             q_map=self._map_shape("q", (m.d_qk, rows, shape.h_kv, shape.b), q_strides),
             kv_map=self._map_shape(
@@ -284,7 +265,6 @@ class DecodeRunner:
     def _launch(
         self,
         call: _Call,
-        device: int,
         q: torch.Tensor,
         kv_cache: torch.Tensor,
         block_table: torch.Tensor,
@@ -296,7 +276,6 @@ class DecodeRunner:
     ) -> None:
         m = self.manifest
         shape, parts, tiles = call.shape, call.parts, call.tiles
-        stream = torch.cuda.current_stream(device).cuda_stream
         if call.copy_q:
             heads = (shape.b, shape.s_q, shape.h_kv, shape.heads_per_kv, m.d_qk)
             q = q.reshape(heads).transpose(1, 2).contiguous()
@@ -307,12 +286,17 @@ class DecodeRunner:
         partial_lse = partial_out + 4 * partial_rows * m.d_v
         split_info = partial_lse + 4 * partial_rows
         out_strides = [2 * stride for stride in out.stride()[:3]]
+        results = (
+            LaunchTensor("out", out, True),
+            LaunchTensor("lse", lse, True),
+            LaunchTensor("workspace", workspace, True),
+        )
+        encode = self._backend.encode_tensor_map
         self._decode.launch(
-            device,
-            stream,
+            q.device,
             (tiles, parts, 1),
             m.decode.threads,
-            (encode_tensor_map(call.q_map, q.data_ptr()), encode_tensor_map(call.kv_map, kv_cache.data_ptr())),
+            (encode(call.q_map, q.data_ptr()), encode(call.kv_map, kv_cache.data_ptr())),
             (
                 block_table.data_ptr(),
                 block_table.stride(0),
@@ -332,11 +316,17 @@ class DecodeRunner:
                 int(causal and shape.s_q > 1),
                 softmax_scale * _LOG2_E,
             ),
+            (
+                LaunchTensor("q", q, False),
+                LaunchTensor("kv_cache", kv_cache, False),
+                LaunchTensor("block_table", block_table, False),
+                LaunchTensor("cache_seqlens", cache_seqlens, False),
+                *results,
+            ),
         )
         if parts > 1:
             self._combine.launch(
-                device,
-                stream,
+                q.device,
                 (m.decode.tile_rows // m.combine.rows_per_block, tiles, parts - 1),
                 m.combine.threads,
                 (),
@@ -351,6 +341,7 @@ class DecodeRunner:
                     shape.heads_per_kv,
                     call.row_tiles,
                 ),
+                results,
                 overlap_previous=True,
             )
 

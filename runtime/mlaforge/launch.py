@@ -11,10 +11,13 @@ import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from cuda.bindings import driver
 
+from mlaforge.compiler import compile_kernel
 from mlaforge.manifest import Parameter
 
 
@@ -43,12 +46,7 @@ class TensorMapShape:
 
 
 @functools.lru_cache(maxsize=4096)
-def encode_tensor_map(shape: TensorMapShape, address: int) -> bytes:
-    """Encode a tensor map with the 128-byte swizzle and zeros outside of the tensor: 128 bytes.
-
-    Raises:
-        CudaError: the driver refuses it.
-    """
+def _encode_tensor_map(shape: TensorMapShape, address: int) -> bytes:
     rank = len(shape.dims)
     kinds = driver.CUtensorMapDataType
     tensor_map = _check(
@@ -70,15 +68,42 @@ def encode_tensor_map(shape: TensorMapShape, address: int) -> bytes:
     return ctypes.string_at(tensor_map.getPtr(), 128)
 
 
+@dataclass(frozen=True)
+class LaunchTensor:
+    """A tensor whose memory a kernel may touch: what a simulated launch checks accesses against."""
+
+    name: str
+    tensor: torch.Tensor
+    writable: bool
+
+
 _TensorMapBytes = ctypes.c_ubyte * 128
 _CTYPES: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
 
 
-class Kernel:
+class ParameterBlock:
+    """The parameters of a kernel as the driver wants them: an array of pointers to values."""
+
+    def __init__(self, entry: str, tensor_maps: int, parameters: Sequence[Parameter]) -> None:
+        """Lay them out: the tensor maps, then the others in order."""
+        fields: list[tuple[str, Any]] = [(f"map{i}", _TensorMapBytes) for i in range(tensor_maps)]
+        fields += [(p.name, ctypes.c_void_p if p.ctype.endswith("*") else _CTYPES[p.ctype]) for p in parameters]
+        self._block = type(f"{entry}_parameters", (ctypes.Structure,), {"_fields_": fields})
+        self._offsets = [getattr(self._block, name).offset for name, _ in fields]
+        self._pointers = ctypes.c_void_p * len(fields)
+
+    def pack(self, maps: Sequence[bytes], values: Sequence[int | float]) -> tuple[Any, Any]:
+        """Give the memory that holds the values, to be kept alive, and the array of pointers into it."""
+        block = self._block(*[_TensorMapBytes.from_buffer_copy(m) for m in maps], *values)
+        base = ctypes.addressof(block)
+        return block, self._pointers(*[base + offset for offset in self._offsets])
+
+
+class CudaKernel:
     """One entry point of a cubin, launchable on every device of its kind."""
 
     def __init__(
-        self, cubin: bytes, entry: str, *, tensor_maps: int, parameters: Sequence[Parameter], dynamic_smem: int
+        self, cubin: bytes, entry: str, tensor_maps: int, parameters: Sequence[Parameter], dynamic_smem: int
     ) -> None:
         """Describe the kernel; nothing is loaded before the first launch.
 
@@ -95,11 +120,7 @@ class Kernel:
         self._lock = threading.Lock()
         self._kernel: Any = None
         self._devices: set[int] = set()
-        fields: list[tuple[str, Any]] = [(f"map{i}", _TensorMapBytes) for i in range(tensor_maps)]
-        fields += [(p.name, ctypes.c_void_p if p.ctype.endswith("*") else _CTYPES[p.ctype]) for p in parameters]
-        self._block = type(f"{entry}_parameters", (ctypes.Structure,), {"_fields_": fields})
-        self._offsets = [getattr(self._block, name).offset for name, _ in fields]
-        self._pointers = ctypes.c_void_p * len(fields)
+        self._block = ParameterBlock(entry, tensor_maps, parameters)
 
     def _load(self, device: int) -> Any:
         with self._lock:
@@ -124,38 +145,36 @@ class Kernel:
 
     def launch(
         self,
-        device: int,
-        stream: int,
+        device: torch.device,
         grid: tuple[int, int, int],
         threads: int,
         maps: Sequence[bytes],
         values: Sequence[int | float],
+        tensors: Sequence[LaunchTensor],
         *,
         overlap_previous: bool = False,
     ) -> None:
-        """Enqueue the kernel on a stream of the current context, which is `device`'s.
+        """Enqueue the kernel on the current stream of the device, whose context is current.
 
         Args:
-            device: index of the device.
-            stream: handle.
+            device: where.
             grid: blocks.
             threads: of a block.
             maps: tensor maps, 128 bytes each.
             values: the other parameters, in order; pointers as integers.
+            tensors: what the pointers point into; the hardware does not ask.
             overlap_previous: start while the kernel before is finishing; the kernel itself waits for it.
 
         Raises:
             CudaError: the driver refuses to load or to launch.
         """
-        kernel = self._kernel if device in self._devices else self._load(device)
-        block = self._block(*[_TensorMapBytes.from_buffer_copy(m) for m in maps], *values)
-        base = ctypes.addressof(block)
-        pointers = self._pointers(*[base + offset for offset in self._offsets])
+        kernel = self._kernel if device.index in self._devices else self._load(device.index)
+        _keep, pointers = self._block.pack(maps, values)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._dynamic_smem
-        config.hStream = stream
+        config.hStream = torch.cuda.current_stream(device).cuda_stream
         if overlap_previous:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -165,3 +184,39 @@ class Kernel:
         _check(
             driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0), f"launching {self._entry} {grid}"
         )
+
+
+class Cuda:
+    """The backend of Hopper GPUs."""
+
+    device_type = "cuda"
+
+    def kernel(
+        self, source: Path, arch: str, entry: str, tensor_maps: int, parameters: Sequence[Parameter], dynamic_smem: int
+    ) -> CudaKernel:
+        """Compile a kernel with NVRTC, or take its cubin from the cache.
+
+        Raises:
+            CompileError: the kernel does not compile.
+            ToolchainError: the compiler or its headers are missing.
+        """
+        return CudaKernel(compile_kernel(source, arch=arch).cubin, entry, tensor_maps, parameters, dynamic_smem)
+
+    def sm_count(self, device: torch.device) -> int:
+        """Multiprocessors of a device; ValueError if the kernels can't run on it."""
+        return _sm_count(device.index)
+
+    def encode_tensor_map(self, shape: TensorMapShape, address: int) -> bytes:
+        """Encode a tensor map with the 128-byte swizzle and zeros outside of the tensor: 128 bytes."""
+        return _encode_tensor_map(shape, address)
+
+
+@functools.cache
+def _sm_count(device: int) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) != (9, 0):
+        raise ValueError(
+            f"cuda:{device} is a {properties.name} of compute capability {properties.major}.{properties.minor}; "
+            "the kernels need 9.0 (Hopper)"
+        )
+    return int(properties.multi_processor_count)

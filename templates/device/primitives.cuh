@@ -5,6 +5,10 @@
 // Shared memory is addressed by its 32-bit shared-window address (`smem_t`), so that every access goes through here.
 #pragma once
 
+#ifdef MLAFORGE_SIMULATOR
+#include "primitives.hpp"  // the same names, on a CPU
+#else
+
 #include <cute/arch/mma_sm90_gmma.hpp>
 
 namespace mlaforge {
@@ -353,3 +357,5 @@ MLAFORGE_DEVICE void wgmma_rs_mn(float (&d)[N / 2], const uint32_t* a, uint64_t 
 }
 
 }  // namespace mlaforge
+
+#endif  // MLAFORGE_SIMULATOR

@@ -1,0 +1,182 @@
+// Who does which blocks of which request: worked out by every block of the grid from the lengths alone, so that nothing
+// runs on the host or before the kernel, and a captured graph replays with other lengths.
+//
+// All requests are laid on a line, each as long as its cost: its token blocks plus a fixed overhead (prologue, epilogue
+// and, when it is split, its share of the merge). The line is cut into `parts` equal pieces; piece p belongs to part p.
+// A request that lies in several pieces is split at the cuts, and a cut close to one of its ends moves to that end.
+// The rule is a closed form, so every block finds its own piece, and the number of splits of a request, alone.
+#pragma once
+
+#include "primitives.cuh"
+
+namespace mlaforge {
+
+// What the planner fixed (decode.schedule_* of the plan).
+template <int TileTokens, int FixedOverheadBlocks, int SnapBlocks, int MinPartCost>
+struct SchedulePolicy {
+  static constexpr int kTileTokens = TileTokens;
+  static constexpr int kFixedOverheadBlocks = FixedOverheadBlocks;
+  static constexpr int kSnapBlocks = SnapBlocks;
+  static constexpr int kMinPartCost = MinPartCost;
+  // A part is longer than a snap on both sides, so that no part between the first and the last of a request is empty.
+  static_assert(MinPartCost > 0, "a part must be able to hold a block");
+};
+
+// Token blocks of a request on the line. A request without a token keeps one, so that some part owns its rows.
+template <class Policy>
+MLAFORGE_DEVICE int request_blocks(int len) {
+  const int blocks = (len + Policy::kTileTokens - 1) / Policy::kTileTokens;
+  return blocks > 0 ? blocks : 1;
+}
+
+// Length of request i as the kernel may use it: never beyond what its row of the block table can name.
+struct RequestLengths {
+  const int32_t* cache_seqlens;
+  int64_t capacity;  // table width x page size, tokens
+
+  MLAFORGE_DEVICE int operator()(int i) const {
+    int64_t len = load_global(cache_seqlens + i);
+    len = len < 0 ? 0 : len;
+    return static_cast<int>(len < capacity ? len : capacity);
+  }
+};
+
+// The cut line and this part's piece of it. Positions on the line are in blocks; the host refuses a batch whose line
+// could pass 2^31.
+template <class Policy>
+struct Schedule {
+  int total;          // length of the line
+  int parts;          // parts in use; the ones beyond have no work
+  int part;           // this one
+  int from, to;       // its piece
+  int first_request;  // the request in which the piece begins
+  int first_start;    // where that request begins on the line
+
+  MLAFORGE_DEVICE int boundary(int p) const { return static_cast<int>(static_cast<int64_t>(total) * p / parts); }
+
+  // How many blocks of a request that begins at `start` lie before a cut at position `at`.
+  MLAFORGE_DEVICE static int blocks_before(int at, int start, int blocks) {
+    const int t = at - start;
+    if (t <= Policy::kSnapBlocks) return 0;
+    if (t >= blocks - Policy::kSnapBlocks) return blocks;
+    return t;
+  }
+
+  // Number of parts that hold a block of the request which begins at `start`, in this part.
+  MLAFORGE_DEVICE int splits(int start, int len) const {
+    const int blocks = request_blocks<Policy>(len);
+    int last = part;
+    while (last + 1 < parts && blocks_before(boundary(last + 1), start, blocks) < blocks) ++last;
+    return last - part + 1;
+  }
+};
+
+// Called by all `Threads` threads of the block; `scratch` is 4 * (Threads / 32 + 2) bytes of shared memory.
+template <class Policy, int Threads>
+MLAFORGE_DEVICE Schedule<Policy> make_schedule(RequestLengths lengths, int batch, int part, int max_parts,
+                                               smem_t scratch) {
+  constexpr int kWarps = Threads / 32;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int chunk = (batch + Threads - 1) / Threads;
+  const int begin = thread * chunk < batch ? thread * chunk : batch;
+  const int end = begin + chunk < batch ? begin + chunk : batch;
+
+  int mine = 0;
+  for (int i = begin; i < end; ++i) mine += request_blocks<Policy>(lengths(i)) + Policy::kFixedOverheadBlocks;
+
+  // Prefix sums over the threads: within the warp by shuffles, over the warps through shared memory.
+  int inclusive = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, inclusive, step);
+    if (lane_id() >= step) inclusive += below;
+  }
+  if (lane_id() == 31) store_shared_s32(scratch + 4 * warp_id(), inclusive);
+  __syncthreads();
+  int prefix = inclusive - mine;
+  int total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const int sum = load_shared_s32(scratch + 4 * w);
+    if (w < warp_id()) prefix += sum;
+    total += sum;
+  }
+
+  Schedule<Policy> s;
+  s.total = total;
+  const int useful = total / Policy::kMinPartCost;
+  s.parts = useful < 1 ? 1 : useful < max_parts ? useful : max_parts;
+  s.part = part;
+  s.from = s.boundary(part);
+  s.to = s.boundary(part + 1);
+  s.first_request = batch;
+  s.first_start = 0;
+  if (part < s.parts && prefix <= s.from && s.from < prefix + mine) {
+    int i = begin;
+    int start = prefix;
+    for (;; ++i) {
+      const int next = start + request_blocks<Policy>(lengths(i)) + Policy::kFixedOverheadBlocks;
+      if (s.from < next) break;
+      start = next;
+    }
+    store_shared_s32(scratch + 4 * kWarps, i);
+    store_shared_s32(scratch + 4 * (kWarps + 1), start);
+  }
+  __syncthreads();
+  if (part < s.parts) {
+    s.first_request = load_shared_s32(scratch + 4 * kWarps);
+    s.first_start = load_shared_s32(scratch + 4 * (kWarps + 1));
+  }
+  return s;
+}
+
+// Partial results live in slots, two to a part: one for a request that began in an earlier part, one for a request that
+// goes on in the next.
+MLAFORGE_DEVICE int continued_slot(int part) { return 2 * part; }
+MLAFORGE_DEVICE int opened_slot(int part) { return 2 * part + 1; }
+
+// One request's share of a part.
+struct WorkItem {
+  int request;
+  int len;    // tokens of the request
+  int start;  // where the request begins on the line
+  int block_begin;
+  int block_end;  // exclusive
+  int slot;       // of the partial result; -1 when the request is not split
+};
+
+// Walks the requests of a part. Every role of the block walks the same items in the same order.
+template <class Policy>
+struct WorkWalker {
+  RequestLengths lengths;
+  int batch;
+  int part, from, to;
+  int request;
+  int start;
+  int len;  // of `request`, read one step ahead
+
+  MLAFORGE_DEVICE WorkWalker(const Schedule<Policy>& s, RequestLengths l, int b)
+      : lengths(l), batch(b), part(s.part), from(s.from), to(s.to), request(s.first_request), start(s.first_start) {
+    len = request < batch ? lengths(request) : 0;
+  }
+
+  MLAFORGE_DEVICE bool next(WorkItem& item) {
+    while (request < batch && start < to) {
+      const int blocks = request_blocks<Policy>(len);
+      item.request = request;
+      item.len = len;
+      item.start = start;
+      item.block_begin = Schedule<Policy>::blocks_before(from, start, blocks);
+      item.block_end = Schedule<Policy>::blocks_before(to, start, blocks);
+      const int count = item.block_end - item.block_begin;
+      item.slot = count == blocks ? -1 : item.block_begin > 0 ? continued_slot(part) : opened_slot(part);
+      start += blocks + Policy::kFixedOverheadBlocks;
+      ++request;
+      len = request < batch ? lengths(request) : 0;
+      if (count > 0) return true;
+    }
+    return false;
+  }
+};
+
+}  // namespace mlaforge

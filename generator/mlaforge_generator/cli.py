@@ -1,0 +1,647 @@
+"""The command line, and the only module that knows both the generator and the runtime.
+
+What a command does not need is not imported: `plan`, `generate` and `schema` run without torch and CUDA. Results go to
+stdout, progress and errors to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlaforge import __version__
+
+from .cost import cache_sizes, decode_cost
+from .emit import diff_folder, write_folder
+from .errors import Problem as SpecProblem
+from .errors import SpecError
+from .plan import Plan, make_plan
+from .render import render
+from .resources import find_spec, spec_dir
+from .schema import schema_text
+from .spec import load_spec
+from .target import TARGETS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from mlaforge.compiler import CompiledKernel
+    from mlaforge.manifest import Manifest
+    from mlaforge.reference import AttentionDims
+    from mlaforge.verify import Problem, Report
+
+_EXIT_CODES = """
+\b
+Exit codes:
+  0  all is well
+  1  a check or a verification failed
+  2  a spec or the command line is wrong
+  3  a kernel does not compile, or the toolchain is incomplete
+  4  there is no Hopper GPU to run on
+"""
+
+# Shapes whose floors a plan shows: batch, context, s_q.
+_SHAPES = ((1, 65_536, 1), (16, 8_192, 1), (128, 4_096, 1), (128, 8_192, 1), (128, 8_192, 2))
+
+
+class _Failure(click.ClickException):
+    """A check or a verification that failed. Its message is printed alone: the faults of a spec name their own file."""
+
+    exit_code = 1
+
+    def show(self, file: Any = None) -> None:
+        """Print the message."""
+        click.echo(self.message, file=file, err=file is None)
+
+
+class _Usage(_Failure):
+    """A spec or a file that is wrong."""
+
+    exit_code = 2
+
+
+class _Toolchain(_Failure):
+    """A kernel that does not compile, or a toolchain that is not there."""
+
+    exit_code = 3
+
+
+class _NoDevice(_Failure):
+    """No GPU that the kernels run on."""
+
+    exit_code = 4
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=_EXIT_CODES,
+)
+@click.version_option(__version__)
+def cli() -> None:
+    """Make MLA attention kernels for Hopper GPUs from YAML specs.
+
+    SPEC is a YAML file, or the name of a shipped spec such as deepseek_v3.
+    """
+
+
+def main() -> None:
+    """Run the command line."""
+    cli(prog_name="mlaforge")
+
+
+# ---- plan, generate, schema: no torch, no CUDA -----------------------------------------------------------------------
+
+_COUNT = click.IntRange(min=1)
+
+
+@cli.command()
+@click.argument("spec")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.option("--batch", type=_COUNT, help="Requests.  [default: several shapes; 16 for cache sizes]")
+@click.option("--context", type=_COUNT, help="Cached tokens of a request.  [default: several; 65536]")
+@click.option("--s-q", type=_COUNT, default=None, help="Query tokens of a request.  [default: several]")
+@click.option("--heads", type=_COUNT, help="Query heads of a rank.  [default: the spec's]")
+@click.option("--layers", type=_COUNT, help="Layers, for cache sizes.  [default: the spec's, else 1]")
+def plan(
+    spec: str,
+    as_json: bool,
+    batch: int | None,
+    context: int | None,
+    s_q: int | None,
+    heads: int | None,
+    layers: int | None,
+) -> None:
+    """Print every number of a spec's kernels.
+
+    The shared-memory map, barriers, tensor maps, warps, registers and launch; traffic, work and the floor of decode
+    calls on the target; sizes of the key-value cache.
+    """
+    made = _plans([spec])[0]
+    if batch is context is s_q is None:
+        shapes: Sequence[tuple[int, int, int]] = _SHAPES
+    else:
+        shapes = [(batch or 16, context or 65_536, s_q or 1)]
+    costs = [decode_cost(made, batch=b, context=s_k, s_q=q, heads=heads) for b, s_k, q in shapes]
+    model = made.spec.model
+    batch, context, layers = batch or 16, context or 65_536, layers or model.num_hidden_layers or 1
+    sizes = cache_sizes(model, batch=batch, context=context, layers=layers)
+    if as_json:
+        derived = ("bytes", "intensity", "padded_intensity", "floor_us", "bound")
+        _print_json(
+            {
+                **made.to_json(),
+                "costs": [{**dataclasses.asdict(c), **{name: getattr(c, name) for name in derived}} for c in costs],
+                "cache_sizes": {
+                    "batch": batch,
+                    "context": context,
+                    "layers": layers,
+                    "kinds": [dataclasses.asdict(size) for size in sizes],
+                },
+            }
+        )
+        return
+    from .tables import plan_tables
+
+    console = _console()
+    for part in plan_tables(made, costs, sizes, f"{batch} x {context:,} tokens, {layers} layers"):
+        console.print(part)
+
+
+@cli.command()
+@click.argument("specs", nargs=-1, metavar="[SPEC]...")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("generated"),
+    show_default=True,
+    help="Where the folders go, one a spec.",
+)
+@click.option("--check", is_flag=True, help="Write nothing; print what differs and fail if anything does.")
+def generate(specs: tuple[str, ...], output: Path, check: bool) -> None:
+    """Write the text of kernels.
+
+    Without a SPEC, that of all shipped ones.
+    """
+    plans = _plans(specs or _shipped())
+    if check:
+        _check_generated(plans, output, complete=not specs)
+        return
+    for made in plans:
+        _generate(made, output)
+
+
+@cli.command()
+@click.option("--check", is_flag=True, help="Compare with FILE and fail if it differs.")
+@click.option(
+    "-o",
+    "--output",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write it to FILE, or compare it with FILE.  [default of --check: the one beside the shipped specs]",
+)
+def schema(check: bool, file: Path | None) -> None:
+    """Print the JSON Schema of a spec, for editors."""
+    if check:
+        path = file or spec_dir() / "schema.json"
+        found = path.read_bytes() if path.is_file() else None
+        if found != schema_text().encode():
+            state = "differs from the code's" if found is not None else "is missing"
+            raise _Failure(f"{path}: the schema {state}; run: mlaforge schema -o {path}")
+        click.echo(f"{path}: up to date")
+    elif file is None:
+        click.echo(schema_text(), nl=False)
+    else:
+        with _writing(file):
+            file.write_text(schema_text(), encoding="utf-8")
+
+
+def _shipped() -> list[str]:
+    return sorted(path.stem for path in spec_dir().glob("*.yaml"))
+
+
+def _plans(specs: Iterable[str]) -> list[Plan]:
+    """Plan specs, or fail with all the faults of all of them."""
+    plans: list[Plan] = []
+    problems: list[SpecProblem] = []
+    unknown: list[str] = []
+    for name in specs:
+        path = find_spec(name)
+        if not path.exists() and path.name == name and not path.suffix:
+            unknown.append(f"{name}: neither a file nor a shipped spec; shipped are {', '.join(_shipped())}")
+            continue
+        try:
+            plans.append(make_plan(load_spec(path)))
+        except SpecError as error:
+            problems += error.problems
+    names = [made.spec.name for made in plans]
+    unknown += [f"{name}: two specs have this name" for name in sorted({n for n in names if names.count(n) > 1})]
+    if problems or unknown:
+        raise _Usage("\n".join([*unknown, *map(str, problems)]))
+    return plans
+
+
+def _generate(made: Plan, output: Path) -> Path:
+    folder = output / made.spec.name
+    files = render(made)
+    with _writing(folder):
+        changed = write_folder(folder, files)
+    click.echo(f"{folder}: {f'{len(changed)} of {len(files)} files written' if changed else 'up to date'}")
+    return folder
+
+
+def _check_generated(plans: Sequence[Plan], output: Path, complete: bool) -> None:
+    drifted = []
+    for made in plans:
+        folder = output / made.spec.name
+        if not folder.is_dir():
+            click.echo(f"{folder}: missing")
+            drifted.append(made.spec.name)
+        elif diff := diff_folder(folder, render(made)):
+            click.echo(diff, nl=False)
+            drifted.append(made.spec.name)
+    if complete:
+        known = {made.spec.name for made in plans}
+        left = sorted(path.parent for path in output.glob("*/manifest.json") if path.parent.name not in known)
+        for folder in left:
+            click.echo(f"{folder}: no shipped spec gives it")
+            drifted.append(folder.name)
+    if drifted:
+        raise _Failure(f"{', '.join(drifted)}: not what the specs give; run: mlaforge generate -o {output}")
+    click.echo(f"{output}: up to date, {len(plans)} specs")
+
+
+# ---- compile ---------------------------------------------------------------------------------------------------------
+
+
+@cli.command(name="compile")
+@click.argument("specs", nargs=-1, required=True, metavar="SPEC|DIR...")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def compile_(specs: tuple[str, ...], as_json: bool) -> None:
+    """Compile kernels and report on them.
+
+    Takes specs and generated folders. Needs no GPU.
+    """
+    with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
+        compiled = _compile(_folders(specs, Path(scratch)))
+    if as_json:
+        _print_json([_compile_json(manifest, kernel) for manifest, kernel in compiled])
+    else:
+        _console().print(_compile_table(compiled))
+
+
+def _folders(specs: Sequence[str], scratch: Path) -> list[Path]:
+    """Give the folders of specs; those of YAML are rendered into `scratch`."""
+    folders = {name: Path(name) for name in specs if Path(name).is_dir()}
+    rest = [name for name in specs if name not in folders]
+    for name, made in zip(rest, _plans(rest), strict=True):
+        folders[name] = scratch / made.spec.name
+        write_folder(folders[name], render(made))
+    return [folders[name] for name in specs]
+
+
+def _compile(folders: Sequence[Path]) -> list[tuple[Manifest, CompiledKernel]]:
+    from mlaforge.compiler import CompileError, KernelWarning, compile_many
+    from mlaforge.manifest import ManifestError, read_manifest
+    from mlaforge.toolchain import ToolchainError
+
+    try:
+        manifests = [read_manifest(folder) for folder in folders]
+    except ManifestError as error:
+        raise _Usage(str(error)) from None
+    sources = [(manifest, source) for manifest in manifests for source in manifest.sources]
+    try:
+        with _status(f"compiling {len(sources)} kernels"), warnings.catch_warnings():
+            # The report says it.
+            warnings.simplefilter("ignore", KernelWarning)
+            kernels = compile_many([source for _, source in sources])
+            return [(manifest, kernel.with_sass()) for (manifest, _), kernel in zip(sources, kernels, strict=True)]
+    except (CompileError, ToolchainError) as error:
+        raise _Toolchain(str(error)) from None
+    except OSError as error:
+        raise _Usage(f"{error.filename}: can't be read: {error.strerror}") from None
+
+
+def _dynamic_smem(manifest: Manifest, kernel: CompiledKernel) -> int:
+    return manifest.decode.smem_bytes if kernel.source == manifest.decode.source else 0
+
+
+def _compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
+    return {
+        "spec": manifest.name,
+        "file": kernel.source.name,
+        "key": kernel.key,
+        "cubin_bytes": len(kernel.cubin),
+        "cache_hit": kernel.cache_hit,
+        "seconds": dict(kernel.seconds),
+        "versions": dict(kernel.versions),
+        "dynamic_smem": _dynamic_smem(manifest, kernel),
+        "smem_limit": TARGETS[manifest.target].smem_per_block,
+        "kernels": [
+            {**dataclasses.asdict(report), "serialized": report.serialized} for report in kernel.kernels.values()
+        ],
+    }
+
+
+def _compile_table(compiled: Sequence[tuple[Manifest, CompiledKernel]]) -> Table:
+    from rich.text import Text
+
+    from .tables import table
+
+    def bad_unless_zero(count: int) -> Text:
+        return Text(f"{count:,}", style="bold red" if count else "")
+
+    rows = []
+    for manifest, kernel in compiled:
+        for report in kernel.kernels.values():
+            sass, seconds = report.sass or {}, kernel.seconds
+            phases = ", ".join(
+                f"{name} {seconds[name]:.1f}" for name in ("front end", "optimizer", "ptxas") if name in seconds
+            )
+            rows.append(
+                (
+                    manifest.name,
+                    report.entry,
+                    report.registers,
+                    bad_unless_zero(report.spill_stores + report.spill_loads),
+                    bad_unless_zero(report.stack_frame),
+                    f"{report.static_smem:,} + {_dynamic_smem(manifest, kernel):,}",
+                    sass.get("HGMMA", 0),
+                    sass.get("UTMALDG", 0),
+                    Text("serialised", style="bold red") if report.serialized else "-",
+                    "cache" if kernel.cache_hit else f"{seconds.get('nvrtc', 0.0):.1f}",
+                    phases,
+                )
+            )
+    limit = max(TARGETS[manifest.target].smem_per_block for manifest, _ in compiled)
+    columns = (
+        "spec",
+        "kernel",
+        "regs>",
+        "spills, B>",
+        "stack, B>",
+        "static + dynamic smem, B>",
+        "HGMMA>",
+        "UTMALDG>",
+        "WGMMA",
+        "now, s>",
+        "first compile, s",
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in compiled[0][1].versions.items())
+    return table("Compiled kernels", columns, rows, caption=f"shared memory of a block: {limit:,} B; {versions}")
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("spec", metavar="SPEC|DIR")
+@click.option("--examples", type=_COUNT, default=200, show_default=True, help="Random problems.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Which random problems.")
+@click.option(
+    "--max-tokens", type=_COUNT, default=1 << 18, show_default=True, help="Cached tokens of one random problem."
+)
+@click.option("--matrix", is_flag=True, help="Run the problems of FlashMLA's own test instead.")
+@click.option("--problem", "text", metavar="TEXT", help="Run one problem instead, as a failure printed it.")
+@click.option("--device", default="cuda", show_default=True, help="A CUDA device, such as cuda:1.")
+@click.option("-v", "--verbose", is_flag=True, help="Print each problem before it runs.")
+def verify(
+    spec: str, examples: int, seed: int, max_tokens: int, matrix: bool, text: str | None, device: str, verbose: bool
+) -> None:
+    """Compare kernels with float64 on a GPU.
+
+    By the acceptance criteria of FlashMLA's own tests. What fails is made as small as it still fails, and printed as a
+    command line that replays it.
+    """
+    if matrix and text is not None:
+        raise click.UsageError("--matrix and --problem exclude each other")
+    with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
+        # A spec with faults is told before a missing GPU.
+        (folder,) = _folders([spec], Path(scratch))
+        problem = _parse_problem(text) if text is not None else None
+        if reason := _why_no_hopper(device):
+            raise _NoDevice(f"{reason}; the kernels can't run here")
+        if problem is None:
+            _check_absorption(_dims(folder))
+        _verify(spec, folder, _Run(examples, seed, max_tokens, matrix, problem, device, verbose))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What to verify, and how."""
+
+    examples: int
+    seed: int
+    max_tokens: int = 1 << 18
+    matrix: bool = False
+    problem: Problem | None = None
+    device: str = "cuda"
+    verbose: bool = False
+
+
+def _parse_problem(text: str) -> Problem:
+    _require_torch()
+    from mlaforge.verify import Problem
+
+    try:
+        return Problem.parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--problem") from None
+
+
+def _require_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise _Toolchain(f"torch can't be imported: {error}") from None
+
+
+def _why_no_hopper(device: str) -> str | None:
+    """Say why kernels can't run, None if they can."""
+    _require_torch()
+    import torch
+
+    try:
+        kind = torch.device(device)
+    except RuntimeError:
+        kind = None
+    if kind is None or kind.type != "cuda":
+        raise click.BadParameter(f"{device!r} is not cuda or cuda:N", param_hint="--device")
+    if not torch.cuda.is_available():
+        return "no CUDA GPU found"
+    if (kind.index or 0) >= torch.cuda.device_count():
+        return f"no {device}: there are {torch.cuda.device_count()} CUDA GPUs"
+    capability = torch.cuda.get_device_capability(kind)
+    if capability != (9, 0):
+        name = torch.cuda.get_device_name(kind)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, not Hopper's 9.0"
+    return None
+
+
+def _dims(folder: Path) -> AttentionDims:
+    from mlaforge.manifest import read_manifest
+
+    dims: AttentionDims = SimpleNamespace(**read_manifest(folder).model)
+    return dims
+
+
+def _check_absorption(dims: AttentionDims) -> None:
+    from mlaforge.reference import COSINE_BF16, COSINE_FLOAT32, check_absorption
+
+    check = check_absorption(dims)
+    click.echo(
+        f"absorption: naive and absorbed scores, 1 - cosine {1 - check.float32:.1e} in float32 "
+        f"(below {1 - COSINE_FLOAT32:.0e}), {1 - check.bf16:.1e} with bf16 intermediates (below {1 - COSINE_BF16:.0e})"
+    )
+    if not check.ok:
+        raise _Failure("absorption: naive and absorbed scores do not agree")
+
+
+def _verify(spec: str, folder: Path, run: _Run) -> None:
+    """Run the problems and print what came of them; `_Failure` if one is not accepted."""
+    import mlaforge
+    from mlaforge.compiler import CompileError
+    from mlaforge.toolchain import ToolchainError
+    from mlaforge.verify import flashmla_matrix, random_problems, verify_problems
+
+    try:
+        mla = mlaforge.load(folder)
+    except (CompileError, ToolchainError) as error:
+        raise _Toolchain(str(error)) from None
+    if run.problem is not None:
+        problems = [run.problem]
+    elif run.matrix:
+        problems = list(flashmla_matrix())
+    else:
+        problems = random_problems(mla.manifest, run.examples, run.seed, run.max_tokens)
+    start = time.perf_counter()
+    with _progress("verifying", len(problems)) as advance:
+
+        def before(problem: Problem) -> None:
+            if run.verbose:
+                click.echo(problem, err=True)
+            advance()
+
+        report = verify_problems(mla, problems, before, device=run.device)
+    _console().print(_verify_table(report, time.perf_counter() - start))
+    if report.failure is None:
+        click.echo(f"all {report.problems} problems accepted")
+        return
+    failure = report.failure
+    for line in failure.errors.failures:
+        click.echo(f"failed: {line}")
+    if failure.found != failure.problem:
+        click.echo(f"found as: {failure.found}")
+    click.echo(f"reproduce: {failure.problem.to_repro(spec)}")
+    raise _Failure(f"{spec}: problem {report.problems} of {len(problems)} failed")
+
+
+def _verify_table(report: Report, seconds: float) -> Table:
+    from mlaforge.verify import (
+        LSE_ABS_TOLERANCE,
+        LSE_REL_TOLERANCE,
+        OUT_ABS_TOLERANCE,
+        OUT_COSINE_TOLERANCE,
+        OUT_REL_TOLERANCE,
+    )
+
+    from .tables import table
+
+    rows = [
+        (
+            kind,
+            report.counts[kind],
+            f"{worst.out_abs:.1e}",
+            f"{worst.out_used:.0%}",
+            f"{worst.cosine:.1e}",
+            f"{worst.lse_abs:.1e}",
+            f"{worst.lse_used:.1%}",
+            "failed" if worst.failures else "ok",
+        )
+        for kind, worst in sorted(report.worst.items())
+    ]
+    columns = ("problems", "count>", "|out - ref|>", "of tolerance>", "1 - cos>", "|lse - ref|>", "of tolerance>", "")
+    return table(
+        f"Worst errors against float64, {seconds:.1f} s",
+        columns,
+        rows,
+        caption=(
+            f"accepted: out within {OUT_ABS_TOLERANCE:.0e} or relative {OUT_REL_TOLERANCE:.4f}, 1 - cos below "
+            f"{OUT_COSINE_TOLERANCE:.0e}; lse within {LSE_ABS_TOLERANCE:.0e} or relative {LSE_REL_TOLERANCE:.1e}"
+        ),
+    )
+
+
+# ---- make ------------------------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("spec")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("generated"),
+    show_default=True,
+    help="Where the folder goes.",
+)
+@click.option("--examples", type=_COUNT, default=200, show_default=True, help="Random problems to verify.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Which random problems.")
+def make(spec: str, output: Path, examples: int, seed: int) -> None:
+    """Do the whole job, from spec to verified kernel.
+
+    Plans, generates, compiles and reports; then verifies if there is a Hopper GPU.
+    """
+    from .tables import summary
+
+    (made,) = _plans([spec])
+    click.echo(summary(made))
+    folder = _generate(made, output)
+    _console().print(_compile_table(_compile([folder])))
+    _require_torch()
+    _check_absorption(made.spec.model)
+    if reason := _why_no_hopper("cuda"):
+        click.echo(f"{reason}: the kernels were compiled but not run, so their results are not verified here")
+        return
+    _verify(spec, folder, _Run(examples, seed))
+
+
+# ---- Output ----------------------------------------------------------------------------------------------------------
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    # In a file or a pipe there is no width to keep to, and no table should be squeezed into a guess.
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=200)
+
+
+def _print_json(data: object) -> None:
+    click.echo(json.dumps(data, indent=2))
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _Usage(f"{error.filename or path}: can't be written: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _status(what: str) -> Iterator[None]:
+    console = _console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on a terminal; yields what is called as each step begins."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = _console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+if __name__ == "__main__":
+    main()

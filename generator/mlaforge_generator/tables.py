@@ -1,0 +1,167 @@
+"""A plan as tables for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .cost import CacheSize, DecodeCost, binary_bytes, decimal_bytes
+from .plan import Plan, SmemMap
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Sequence[object]], caption: str | None = None) -> Table:
+    """Make a table. A column whose name ends in `>` is aligned to the right; cells are printed as they are."""
+    made = Table(
+        title=Text(f"\n{title}"),
+        caption=caption and Text(caption),
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+        title_style="bold",
+        pad_edge=False,
+    )
+    for column in columns:
+        made.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left")
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return made
+
+
+def summary(plan: Plan) -> str:
+    """Say a plan in a line."""
+    decode, spec = plan.decode, plan.spec
+    return (
+        f"{spec.name}: d_qk {decode.d_qk}, d_v {decode.d_v}, {spec.heads_per_rank} heads, {spec.cache.dtype} cache in "
+        f"pages of {spec.cache.page_size}; tiles of {decode.tile.rows} x {decode.tile.tokens}, {decode.tile.stages} "
+        f"stages, {decode.smem.total:,} of {decode.smem.limit:,} B of shared memory"
+    )
+
+
+_COST_COLUMNS = (
+    "batch>",
+    "context>",
+    "s_q>",
+    "heads>",
+    "traffic>",
+    "partial>",
+    "GFLOP>",
+    "padded>",
+    "FLOP/B>",
+    "padded>",
+    "floor, us>",
+    "bound by",
+)
+
+
+def plan_tables(
+    plan: Plan, costs: Sequence[DecodeCost], sizes: Sequence[CacheSize], workload: str
+) -> Iterator[RenderableType]:
+    """Give a plan section by section. `workload` says in words what `sizes` were worked out for."""
+    spec, decode, combine, target = plan.spec, plan.decode, plan.combine, plan.target
+    yield Text(summary(plan), style="bold")
+    yield Text(f"softmax_scale {plan.softmax_scale:.6f}; target {target.arch}, {target.name}, {target.sms} SMs\n")
+    if plan.choices:
+        yield table(
+            "Left to the planner", ("field", "chosen", "why"), ((c.field, c.value, c.why) for c in plan.choices)
+        )
+    yield _smem_table(decode.smem)
+    yield table(
+        "mbarriers",
+        ("name", "count>", "arrivals>", "TMA bytes>", "completes when"),
+        ((m.name, m.count, m.arrivals, f"{m.bytes:,}" if m.bytes else "-", m.what) for m in decode.mbarriers),
+    )
+    yield table(
+        "Named barriers",
+        ("constant", "ids>", "threads>", "passed when"),
+        (
+            (n.constant, n.id if n.count == 1 else f"{n.id}..{n.id + n.count - 1}", n.threads, n.what)
+            for n in decode.named_barriers
+        ),
+    )
+    yield table(
+        "Tensor maps",
+        ("parameter", "tensor", "dimensions, innermost first", "box>", "swizzle"),
+        (
+            (t.parameter, t.tensor, ", ".join(t.dims), " x ".join(map(str, t.box)), f"{t.swizzle_bytes} B")
+            for t in decode.tensor_maps
+        ),
+    )
+    used = sum(role.warps * 32 * role.registers for role in decode.roles)
+    yield table(
+        "Warps",
+        ("role", "warps>", "registers>", "does"),
+        ((role.name, role.warps, role.registers, role.what) for role in decode.roles),
+        caption=f"{used:,} of the SM's {target.registers_per_sm:,} registers",
+    )
+    estimate = sum(use.registers for use in decode.registers)
+    yield table(
+        "Registers of a thread of warpgroup 0, estimated",
+        ("for", "registers>"),
+        [*((use.what, use.registers) for use in decode.registers), ("all", estimate)],
+        caption=f"{decode.launch.consumer_registers} are there",
+    )
+    yield table(
+        "Launch",
+        ("kernel", "threads>", "grid"),
+        (
+            (decode.entry, decode.launch.threads, ", ".join(decode.launch.grid)),
+            (combine.entry, combine.threads, ", ".join(combine.grid)),
+        ),
+    )
+    policy = decode.schedule
+    yield Text("\nSplit scheme", style="bold")
+    yield Text(
+        f"Requests lie on a line, each its {decode.tile.tokens}-token blocks + {policy.fixed_overhead_blocks} long. "
+        f"The line is cut evenly over grid.y parts, none shorter than {policy.min_part_cost}. A cut within "
+        f"{policy.snap_blocks} of a request's end moves there,\nany other splits the request, whose pieces the second "
+        "kernel merges. Each block works this out from cache_seqlens.\n"
+    )
+    yield table(
+        f"Decode calls on {target.read_bandwidth / 1e12:.2f} TB/s and {target.matrix_rate / 1e12:.0f} TFLOP/s",
+        _COST_COLUMNS,
+        (
+            (
+                f"{cost.batch:,}",
+                f"{cost.context:,}",
+                cost.s_q,
+                cost.heads,
+                decimal_bytes(cost.bytes),
+                decimal_bytes(cost.partial_bytes),
+                f"{cost.flops / 1e9:.4g}",
+                f"{cost.padded_flops / 1e9:.4g}",
+                f"{cost.intensity:.1f}",
+                f"{cost.padded_intensity:.1f}",
+                f"{cost.floor_us:.1f}",
+                cost.bound,
+            )
+            for cost in costs
+        ),
+        caption="partial: results of split requests, written and read, mostly in L2; padded: rows filled up to tiles",
+    )
+    yield table(
+        f"Key-value cache, {workload}, 16-bit elements",
+        ("attention", "elements of a token and layer", "bytes>", "total, B>", "decimal>", "binary>"),
+        (
+            (s.kind, s.what, f"{s.token_layer:,}", f"{s.total:,}", decimal_bytes(s.total), binary_bytes(s.total))
+            for s in sizes
+        ),
+        caption=None if spec.tensor_parallel == 1 else "of all ranks together; each rank holds all of MLA's",
+    )
+
+
+def _smem_table(smem: SmemMap) -> Table:
+    rows: list[tuple[object, ...]] = []
+    for region in sorted(smem.regions, key=lambda r: (r.offset, r.alias_of is not None)):
+        what = region.what if region.alias_of is None else f"{region.what}; in the bytes of {region.alias_of}"
+        name = region.name if region.alias_of is None else f"  {region.name}"
+        rows.append((f"{region.offset:,}", f"{region.size:,}", name, what))
+    return table(
+        "Shared memory, bytes",
+        ("offset>", "size>", "region", "holds"),
+        rows,
+        caption=f"{smem.total:,} of {smem.limit:,} B, {smem.limit - smem.total:,} B to spare",
+    )

@@ -1,0 +1,255 @@
+"""The kernels' text on a CPU: compiled by the host's C++ compiler and run on a small, deterministic machine.
+
+`machine.hpp` is the machine, `primitives.hpp` the second implementation of the device primitives. A run follows from
+its seed: which block and which warp goes next, and when copies and matrix products land.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from mlaforge.cache import Entry, KernelCache
+from mlaforge.compiler import source_closure
+from mlaforge.launch import LaunchTensor, ParameterBlock, TensorMapShape
+from mlaforge.manifest import Parameter
+
+_HEADERS = Path(__file__).parent
+_FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-DMLAFORGE_SIMULATOR")
+MODES = ("eager", "lazy", "random")
+"""When copies and matrix products land: at once, as late as the waits allow, or at any time between."""
+
+
+class SimulationError(RuntimeError):
+    """The machine found a fault: a race, a deadlock, an access out of bounds. The message names the kernel's line."""
+
+
+class CompilerMissingError(RuntimeError):
+    """The machine has no C++20 compiler."""
+
+
+@dataclass(frozen=True)
+class SimulatorOptions:
+    """How the machine runs."""
+
+    seed: int = 0
+    mode: str = "random"
+    sms: int = 4
+    """Multiprocessors that the launch shape is made for."""
+    trace: Path | None = None
+    """Where to write the events of block (0, 0, 0), tab-separated: time, warp, event, line."""
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown mode."""
+        if self.mode not in MODES:
+            raise ValueError(f"mode is {self.mode!r}; it must be one of {', '.join(MODES)}")
+
+
+class _Settings(ctypes.Structure):
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("mode", ctypes.c_int32),
+        ("overlap", ctypes.c_int32),
+        ("kernel", ctypes.c_int32),
+        ("trace", ctypes.c_int32),
+        ("trace_file", ctypes.c_char_p),
+    )
+
+
+class _Region(ctypes.Structure):
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("writable", ctypes.c_int32),
+        ("name", ctypes.c_char * 28),
+    )
+
+
+class _TensorMap(ctypes.Structure):
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("dims", ctypes.c_uint64 * 4),
+        ("strides", ctypes.c_uint64 * 3),
+        ("box", ctypes.c_uint32 * 4),
+        ("element_bytes", ctypes.c_uint32),
+        ("swizzle_bytes", ctypes.c_uint32),
+        ("padding", ctypes.c_ubyte * 40),
+    )
+
+
+def find_compiler() -> str:
+    """Path of the C++ compiler: $CXX, g++ or clang++.
+
+    Raises:
+        CompilerMissingError: there is none.
+    """
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise CompilerMissingError(
+        "the simulator needs a C++20 compiler: install g++ 11 or newer or clang++ 15 or newer (Debian, Ubuntu: "
+        "apt-get install g++), or name one in CXX"
+    )
+
+
+@functools.cache
+def _compiler_version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+
+
+def compile_library(source: Path, entry: str, cache: KernelCache | None = None) -> bytes:
+    """Compile a kernel's text for the CPU, or take it from the cache: a shared library.
+
+    Raises:
+        CompilerMissingError: there is no C++ compiler.
+        RuntimeError: the text does not compile; with the compiler's log.
+    """
+    compiler = find_compiler()
+    digest = hashlib.sha256(f"simulator 1\0{entry}\0{_compiler_version(compiler)}\0{_FLAGS}\0".encode())
+    files = {**source_closure(source), **{p.name + ":sim": p.read_bytes() for p in sorted(_HEADERS.glob("*.hpp"))}}
+    for name, text in sorted(files.items()):
+        digest.update(f"{name}\0{len(text)}\0".encode() + text)
+
+    def build() -> Entry:
+        with tempfile.TemporaryDirectory() as folder:
+            unit = Path(folder) / "unit.cpp"
+            library = Path(folder) / "unit.so"
+            unit.write_text(
+                f'#include "primitives.hpp"\n#include "{source.name}"\n#include "entry.hpp"\n'
+                f"MLAFORGE_SIMULATED_KERNEL({entry})\n",
+                encoding="utf-8",
+            )
+            command = [compiler, *_FLAGS, f"-I{_HEADERS}", f"-I{source.parent}", "-o", str(library), str(unit)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{source} does not compile for the simulator:\n{done.stderr}")
+            return Entry({"source": source.name}, library.read_bytes())
+
+    return (cache or KernelCache.default()).get(digest.hexdigest(), build)[0].cubin
+
+
+@dataclass
+class Simulator:
+    """A machine that stands in for a GPU: the backend of `mlaforge.load(spec, device="sim")`."""
+
+    options: SimulatorOptions = field(default_factory=SimulatorOptions)
+    launches: int = 0
+
+    device_type = "cpu"
+
+    def kernel(
+        self, source: Path, arch: str, entry: str, tensor_maps: int, parameters: Sequence[Parameter], dynamic_smem: int
+    ) -> SimulatedKernel:
+        """Compile a kernel for the machine."""
+        return SimulatedKernel(self, compile_library(source, entry), entry, tensor_maps, parameters, dynamic_smem)
+
+    def sm_count(self, device: torch.device) -> int:
+        """Multiprocessors of the machine."""
+        return self.options.sms
+
+    def encode_tensor_map(self, shape: TensorMapShape, address: int) -> bytes:
+        """Encode a tensor map by the rules of the real one.
+
+        Raises:
+            ValueError: what the CUDA driver would refuse.
+        """
+        strides = [2 * stride for stride in shape.strides]
+        if address % 16:
+            raise ValueError(f"tensor map: address {address:#x} is no multiple of 16")
+        if any(stride % 16 or not 0 <= stride < 1 << 40 for stride in strides):
+            raise ValueError(f"tensor map: strides {strides} B must be multiples of 16 below 2^40")
+        if any(not 1 <= n <= 1 << 32 for n in shape.dims):
+            raise ValueError(f"tensor map: dimensions {shape.dims} must be 1 to 2^32")
+        if any(not 1 <= n <= 256 for n in shape.box) or 2 * shape.box[0] % 16 or 2 * shape.box[0] > 128:
+            raise ValueError(f"tensor map: box {shape.box} must be 1 to 256, its rows multiples of 16 B up to 128 B")
+        tensor_map = _TensorMap(
+            address, tuple(shape.dims), tuple(strides), tuple(shape.box), element_bytes=2, swizzle_bytes=128
+        )
+        return bytes(tensor_map)
+
+    def reseeded(self, seed: int) -> None:
+        """Start anew with another seed."""
+        self.options = replace(self.options, seed=seed)
+        self.launches = 0
+
+
+class SimulatedKernel:
+    """One kernel of the machine."""
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        library: bytes,
+        entry: str,
+        tensor_maps: int,
+        parameters: Sequence[Parameter],
+        dynamic_smem: int,
+    ) -> None:
+        """Load the library."""
+        self._simulator = simulator
+        self._dynamic_smem = dynamic_smem
+        self._block = ParameterBlock(entry, tensor_maps, parameters)
+        # dlopen wants a file, but no longer than it takes to open it.
+        with tempfile.NamedTemporaryFile(suffix=".so") as file:
+            file.write(library)
+            file.flush()
+            self._launch = ctypes.CDLL(file.name).mlaforge_launch
+
+    def launch(
+        self,
+        device: torch.device,
+        grid: tuple[int, int, int],
+        threads: int,
+        maps: Sequence[bytes],
+        values: Sequence[int | float],
+        tensors: Sequence[LaunchTensor],
+        *,
+        overlap_previous: bool = False,
+    ) -> None:
+        """Run the kernel to its end.
+
+        Raises:
+            SimulationError: the machine found a fault.
+        """
+        options = self._simulator.options
+        self._simulator.launches += 1
+        trace = options.trace if options.trace is not None and not overlap_previous else None
+        settings = _Settings(
+            seed=options.seed & (1 << 64) - 1,
+            mode=MODES.index(options.mode),
+            overlap=int(overlap_previous),
+            kernel=self._simulator.launches,
+            trace=int(trace is not None),
+            trace_file=os.fspath(trace).encode() if trace is not None else None,
+        )
+        regions = (_Region * len(tensors))()
+        for region, each in zip(regions, tensors, strict=True):
+            storage = each.tensor.untyped_storage()
+            region.address, region.bytes = storage.data_ptr(), storage.nbytes()
+            region.writable, region.name = int(each.writable), each.name.encode()
+        keep, pointers = self._block.pack(maps, values)
+        fault = ctypes.create_string_buffer(8192)
+        failed = self._launch(
+            ctypes.byref(settings),
+            ctypes.byref((ctypes.c_uint * 3)(*grid)),
+            threads,
+            self._dynamic_smem,
+            regions,
+            len(tensors),
+            pointers,
+            fault,
+            len(fault),
+        )
+        del keep
+        if failed:
+            raise SimulationError(f"{fault.value.decode(errors='replace')} [seed {options.seed}, {options.mode}]")

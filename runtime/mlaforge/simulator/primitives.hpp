@@ -1,0 +1,523 @@
+// The second implementation of primitives.cuh: the same names, on the machine of machine.hpp. Each primitive knows from
+// where it was called, so that a fault names a line of the kernel.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "machine.hpp"
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define MLAFORGE_DEVICE inline
+
+namespace mlaforge {
+
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+using smem_t = uint32_t;
+using sim::Where;
+
+namespace sim {
+
+inline Dim3 thread_index() { return {static_cast<unsigned>(machine->thread()), 0, 0}; }
+inline Dim3 block_index() { return machine->block(); }
+inline Dim3 grid_dim() { return machine->grid(); }
+
+// A value from another lane: each lane brings one and names its source; -1 keeps its own.
+template <class T>
+T shuffle(const char* what, T value, int source, const Where& where) {
+  struct Lane {
+    T value;
+    int source;
+    T result;
+  } mine{value, source, value};
+  machine->gather(what, where, &mine, [](void* const* slots) {
+    for (int i = 0; i < kWarp; ++i) {
+      auto* lane = static_cast<Lane*>(slots[i]);
+      if (lane->source >= 0) lane->result = static_cast<Lane*>(slots[lane->source])->value;
+    }
+  });
+  return mine.result;
+}
+
+// A meeting of the warp's lanes for an instruction that they execute together; `once` runs when all are there.
+template <class F>
+void together(const char* what, const Where& where, F once) {
+  int nothing = 0;
+  machine->gather(what, where, &nothing, [&once](void* const*) { once(); });
+}
+
+}  // namespace sim
+}  // namespace mlaforge
+
+#define threadIdx (::mlaforge::sim::thread_index())
+#define blockIdx (::mlaforge::sim::block_index())
+#define gridDim (::mlaforge::sim::grid_dim())
+
+template <class T>
+T __shfl_sync(unsigned, T value, int lane, std::source_location where = std::source_location::current()) {
+  return mlaforge::sim::shuffle("shfl", value, lane, where);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, int delta, std::source_location where = std::source_location::current()) {
+  const int lane = mlaforge::sim::machine->lane();
+  return mlaforge::sim::shuffle("shfl.up", value, lane >= delta ? lane - delta : -1, where);
+}
+inline void __syncwarp(std::source_location where = std::source_location::current()) {
+  using namespace mlaforge::sim;
+  machine->tick();
+  View* mine = &machine->view();
+  View all = machine->fresh_view();
+  struct Lane {
+    View* view;
+  } lane{mine};
+  machine->gather("syncwarp", where, &lane, [&all](void* const* slots) {
+    for (int i = 0; i < kWarp; ++i) all.join_with(*static_cast<Lane*>(slots[i])->view);
+    for (int i = 0; i < kWarp; ++i) static_cast<Lane*>(slots[i])->view->join_with(all);
+  });
+}
+inline void __syncthreads(std::source_location where = std::source_location::current()) {
+  mlaforge::sim::machine->sync_named(0, mlaforge::sim::machine->threads(), where);
+}
+using std::fmaf;
+using std::fmaxf;
+
+namespace mlaforge {
+
+// ---- Element types
+
+struct Bf16 {};
+struct Fp16 {};
+
+namespace sim {
+
+inline std::uint16_t round_to(Bf16, float x) {
+  std::uint32_t u;
+  std::memcpy(&u, &x, 4);
+  if (x != x) return 0x7fff;
+  u += 0x7fff + ((u >> 16) & 1);
+  return static_cast<std::uint16_t>(u >> 16);
+}
+inline std::uint16_t round_to(Fp16, float x) {
+  const _Float16 h = static_cast<_Float16>(x);
+  std::uint16_t u;
+  std::memcpy(&u, &h, 2);
+  return u;
+}
+inline float widen(Bf16, std::uint16_t u) {
+  const std::uint32_t w = static_cast<std::uint32_t>(u) << 16;
+  float x;
+  std::memcpy(&x, &w, 4);
+  return x;
+}
+inline float widen(Fp16, std::uint16_t u) {
+  _Float16 h;
+  std::memcpy(&h, &u, 2);
+  return static_cast<float>(h);
+}
+
+}  // namespace sim
+
+template <class Element>
+uint32_t pack2(float lo, float hi) {
+  return sim::round_to(Element{}, lo) | static_cast<uint32_t>(sim::round_to(Element{}, hi)) << 16;
+}
+
+// ---- Math
+
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
+constexpr float kLn2 = 0.693147180559945309f;
+inline float infinity() { return std::numeric_limits<float>::infinity(); }
+
+// ---- Threads
+
+inline int lane_id() { return sim::machine->lane(); }
+inline int warp_id() { return sim::machine->warp(); }
+inline int warp_uniform(int x, Where where = Where::current()) { return sim::shuffle("shfl", x, 0, where); }
+template <class T>
+T shuffle_xor(T x, int mask, Where where = Where::current()) {
+  return sim::shuffle("shfl.bfly", x, sim::machine->lane() ^ mask, where);
+}
+template <int Count>
+void take_registers(Where where = Where::current()) {
+  static_assert(Count % 8 == 0 && Count >= 24 && Count <= 256);
+  sim::together("setmaxnreg", where, [] {});
+}
+template <int Count>
+void give_back_registers(Where where = Where::current()) {
+  take_registers<Count>(where);
+}
+inline void named_barrier_sync(int id, int threads, Where where = Where::current()) {
+  sim::machine->sync_named(id, threads, where);
+}
+inline void named_barrier_arrive(int id, int threads, Where where = Where::current()) {
+  sim::machine->arrive_named(id, threads, where);
+  sim::machine->event("barrier arrive", where);
+  sim::machine->maybe_yield();
+}
+
+// ---- Memory
+
+inline smem_t dynamic_smem() { return sim::kSharedBase; }
+
+namespace sim {
+
+template <class T>
+T load_shared(smem_t a, const Where& where) {
+  T v;
+  std::memcpy(&v, machine->plain(a, sizeof(T), false, where), sizeof(T));
+  return v;
+}
+template <class T>
+void store_shared(smem_t a, T v, const Where& where) {
+  std::memcpy(machine->plain(a, sizeof(T), true, where), &v, sizeof(T));
+}
+template <class T, int Count>
+void load_global(const T* p, T* v, const Where& where) {
+  machine->global(p, Count * sizeof(T), false, where);
+  std::memcpy(v, p, Count * sizeof(T));
+}
+template <class T, int Count>
+void store_global(void* p, const T* v, const Where& where) {
+  machine->global(p, Count * sizeof(T), true, where);
+  std::memcpy(p, v, Count * sizeof(T));
+}
+
+}  // namespace sim
+
+inline float load_shared_f32(smem_t a, Where where = Where::current()) { return sim::load_shared<float>(a, where); }
+inline void store_shared_f32(smem_t a, float v, Where where = Where::current()) { sim::store_shared(a, v, where); }
+inline int32_t load_shared_s32(smem_t a, Where where = Where::current()) { return sim::load_shared<int32_t>(a, where); }
+inline void store_shared_s32(smem_t a, int32_t v, Where where = Where::current()) { sim::store_shared(a, v, where); }
+inline void store_shared_zero16(smem_t a, Where where = Where::current()) {
+  std::memset(sim::machine->plain(a, 16, true, where), 0, 16);
+}
+inline int32_t load_global(const int32_t* p, Where where = Where::current()) {
+  int32_t v;
+  sim::load_global<int32_t, 1>(p, &v, where);
+  return v;
+}
+inline float load_global(const float* p, Where where = Where::current()) {
+  float v;
+  sim::load_global<float, 1>(p, &v, where);
+  return v;
+}
+inline void prefetch_global(const void*) {}
+inline void load_global_v4(const float* p, float (&v)[4], Where where = Where::current()) {
+  sim::load_global<float, 4>(p, v, where);
+}
+inline void store_global(int32_t* p, int32_t v, Where where = Where::current()) {
+  sim::store_global<int32_t, 1>(p, &v, where);
+}
+inline void store_global(float* p, float v, Where where = Where::current()) { sim::store_global<float, 1>(p, &v, where); }
+inline void store_global_v2(float* p, float x, float y, Where where = Where::current()) {
+  const float v[2] = {x, y};
+  sim::store_global<float, 2>(p, v, where);
+}
+inline void store_global_v2(void* p, uint32_t x, uint32_t y, Where where = Where::current()) {
+  const uint32_t v[2] = {x, y};
+  sim::store_global<uint32_t, 2>(p, v, where);
+}
+inline void store_global_v4(void* p, uint32_t x, uint32_t y, uint32_t z, uint32_t w, Where where = Where::current()) {
+  const uint32_t v[4] = {x, y, z, w};
+  sim::store_global<uint32_t, 4>(p, v, where);
+}
+
+inline void stmatrix_x4(smem_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3, Where where = Where::current()) {
+  struct Lane {
+    smem_t row;
+    uint32_t m[4];
+    int thread;
+    const sim::View* view;
+  } mine{row, {m0, m1, m2, m3}, sim::machine->thread(), &sim::machine->view()};
+  sim::machine->gather("stmatrix", where, &mine, [&where](void* const* slots) {
+    for (int i = 0; i < sim::kWarp; ++i) {
+      // Lane i addresses row i % 8 of matrix i / 8, whose four pairs of columns four lanes hold.
+      const auto* at = static_cast<const Lane*>(slots[i]);
+      if (at->row % 16) sim::machine->fail(where, "stmatrix to a row at %u, no multiple of 16", at->row);
+      unsigned char* p = sim::machine->shared(at->row, 16, where);
+      sim::machine->touch(at->row, 16, true,
+                          {at->thread, at->view->seen[at->thread], sim::Proxy::generic, where}, *at->view);
+      for (int pair = 0; pair < 4; ++pair) {
+        std::memcpy(p + 4 * pair, &static_cast<const Lane*>(slots[i % 8 * 4 + pair])->m[i / 8], 4);
+      }
+    }
+  });
+}
+
+inline void fence_proxy_async() { sim::machine->fence_async(); }
+
+// ---- mbarriers
+
+inline void mbarrier_init(smem_t bar, int arrivals, Where where = Where::current()) {
+  sim::machine->init_mbarrier(bar, arrivals, where);
+}
+inline void fence_mbarrier_init() { sim::machine->fence_mbarriers(); }
+inline void mbarrier_arrive(smem_t bar, Where where = Where::current()) { sim::machine->arrive_mbarrier(bar, 0, where); }
+inline void mbarrier_arrive_expect_tx(smem_t bar, int bytes, Where where = Where::current()) {
+  sim::machine->arrive_mbarrier(bar, bytes, where);
+}
+inline void mbarrier_wait(smem_t bar, int parity, Where where = Where::current()) {
+  sim::machine->wait_mbarrier(bar, parity, where);
+}
+
+// ---- TMA
+
+// What the host encodes in place of a CUtensorMap; 128 bytes, mirrored by simulator.py.
+struct alignas(64) TensorMap {
+  uint64_t address;
+  uint64_t dims[4];     // elements, innermost first
+  uint64_t strides[3];  // bytes, of all but the innermost
+  uint32_t box[4];
+  uint32_t element_bytes;
+  uint32_t swizzle_bytes;
+};
+
+constexpr uint64_t kEvictFirst = 0;
+constexpr uint64_t kEvictNormal = 0;
+
+namespace sim {
+
+// Where the 16 bytes at `address` lie under a swizzle of 32, 64 or 128 bytes.
+inline std::uint32_t swizzled(std::uint32_t address, std::uint32_t bytes) {
+  const std::uint32_t mask = bytes / 16 - 1;
+  return address ^ (((address >> 7) & mask) << 4);
+}
+
+}  // namespace sim
+
+inline void tma_prefetch(const TensorMap&) {}
+
+inline void tma_load_4d(const TensorMap& map, smem_t bar, smem_t dst, int c0, int c1, int c2, int c3, uint64_t,
+                        Where where = Where::current()) {
+  using namespace sim;
+  const std::uint32_t line = map.box[0] * map.element_bytes;
+  const std::uint32_t rows = map.box[1] * map.box[2] * map.box[3];
+  if (dst % 128) machine->fail(where, "TMA to shared address %u, no multiple of 128", dst - kSharedBase);
+  machine->shared(dst, line * rows, where);
+  const TensorMap* source = &map;
+  machine->copy_async(bar, static_cast<std::int64_t>(line) * rows, where, [=](Access access, const View& view) {
+    const TensorMap& m = *source;
+    const std::int64_t first[4] = {c0, c1, c2, c3};
+    for (std::uint32_t row = 0; row < rows; ++row) {
+      const std::int64_t at[4] = {0, first[1] + row % m.box[1], first[2] + row / m.box[1] % m.box[2],
+                                  first[3] + row / m.box[1] / m.box[2]};
+      bool inside = true;
+      std::uint64_t from = m.address;
+      for (int d = 1; d < 4; ++d) {
+        inside = inside && at[d] >= 0 && static_cast<std::uint64_t>(at[d]) < m.dims[d];
+        from += static_cast<std::uint64_t>(at[d]) * m.strides[d - 1];
+      }
+      for (std::uint32_t chunk = 0; chunk < line; chunk += 16) {
+        const std::uint32_t to = swizzled(dst + row * line + chunk, m.swizzle_bytes);
+        unsigned char* p = machine->shared(to, 16, access.where);
+        machine->touch(to, 16, true, access, view);
+        for (std::uint32_t byte = 0; byte < 16; byte += m.element_bytes) {
+          const std::int64_t column = first[0] + (chunk + byte) / m.element_bytes;
+          if (inside && column >= 0 && static_cast<std::uint64_t>(column) < m.dims[0]) {
+            const std::uint64_t element = from + static_cast<std::uint64_t>(column) * m.element_bytes;
+            if (byte == 0) machine->global(reinterpret_cast<const void*>(element), m.element_bytes, false, access.where);
+            std::memcpy(p + byte, reinterpret_cast<const void*>(element), m.element_bytes);
+          } else {
+            std::memset(p + byte, 0, m.element_bytes);
+          }
+        }
+      }
+    }
+  });
+}
+
+// ---- Programmatic dependent launch
+
+inline void grid_launch_dependents() {}
+inline void grid_wait() { sim::machine->current().overlap_waited = true; }
+
+// ---- WGMMA
+
+inline uint64_t wgmma_descriptor(smem_t start, int leading, int stride) {
+  return (1ull << 62) | (static_cast<uint64_t>((stride & 0x3ffff) >> 4) << 32) |
+         (static_cast<uint64_t>((leading & 0x3ffff) >> 4) << 16) | static_cast<uint64_t>((start & 0x3ffff) >> 4);
+}
+inline uint64_t wgmma_advance(uint64_t descriptor, int bytes) {
+  return (descriptor & 0xffffffff00000000ull) | static_cast<uint32_t>(static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+inline void wgmma_fence(Where where = Where::current()) {
+  sim::together("wgmma fence", where, [] { sim::machine->queue().fenced = true; });
+}
+inline void wgmma_commit(Where where = Where::current()) {
+  sim::together("wgmma commit", where, [] { sim::machine->commit_matmuls(); });
+}
+template <int Pending>
+void wgmma_wait(Where where = Where::current()) {
+  sim::together("wgmma wait", where, [&where] { sim::machine->wait_matmuls(Pending, where); });
+  sim::machine->see_matmuls();
+}
+template <int Count>
+void wgmma_fence_operand(float (&)[Count]) {}
+
+namespace sim {
+
+// A shared-memory operand, decoded from the 64 bits of its descriptor.
+struct Operand {
+  std::uint32_t start, leading, stride, swizzle;
+
+  Operand(std::uint64_t d, const Where& where)
+      : start(static_cast<std::uint32_t>(d & 0x3fff) << 4),
+        leading(static_cast<std::uint32_t>(d >> 16 & 0x3fff) << 4),
+        stride(static_cast<std::uint32_t>(d >> 32 & 0x3fff) << 4),
+        swizzle(0) {
+    switch (d >> 62) {
+      case 1: swizzle = 128; break;
+      case 2: swizzle = 64; break;
+      case 3: swizzle = 32; break;
+      default: machine->fail(where, "wgmma descriptor %#lx: layouts without a swizzle are not known here", d);
+    }
+    if (d >> 49 & 7) machine->fail(where, "wgmma descriptor %#lx: a base offset is not known here", d);
+  }
+
+  // Address of the 16 bytes that hold elements 8 chunk to 8 chunk + 7 of a row of the reduction's 16: K-major.
+  std::uint32_t k_major(int row, int chunk) const {
+    return swizzled(start + row / 8 * stride + row % 8 * swizzle + chunk * 16, swizzle);
+  }
+  // The same with 8 elements of M or N at one k: MN-major.
+  std::uint32_t mn_major(int k, int chunk) const {
+    const int per_line = static_cast<int>(swizzle) / 16;
+    return swizzled(start + chunk / per_line * leading + k / 8 * stride + k % 8 * swizzle + chunk % per_line * 16, swizzle);
+  }
+};
+
+template <class Element>
+void read_chunk(std::uint32_t address, float* to, const Access& access, const View& view) {
+  const unsigned char* p = machine->shared(address, 16, access.where);
+  machine->touch(address, 16, false, access, view);
+  for (int i = 0; i < 8; ++i) {
+    std::uint16_t u;
+    std::memcpy(&u, p + 2 * i, 2);
+    to[i] = widen(Element{}, u);
+  }
+}
+
+// What the lanes of a warp bring to an operation: their accumulators and, if A is in registers, their part of it.
+struct MatmulLane {
+  float* d;
+  const uint32_t* a;
+};
+
+// NaN that no arithmetic makes: what a thread sees in an accumulator that is still being written.
+constexpr std::uint32_t kInFlight = 0x7fbadbad;
+
+template <class Element, int N, bool TransposedB>
+void matmul(float* d, const uint32_t* a_registers, std::uint64_t a, std::uint64_t b, bool accumulate, const Where& where) {
+  if (machine->warp() / 4 * 4 + 4 > (machine->threads() + kWarp - 1) / kWarp) {
+    machine->fail(where, "wgmma outside of a full warpgroup");
+  }
+  MatmulLane mine{d, a_registers};
+  machine->gather("wgmma", where, &mine, [&](void* const* slots) {
+    TensorQueue* queue = &machine->queue();
+    float* const key = static_cast<MatmulLane*>(slots[0])->d;
+    Accumulators& acc = queue->accumulators[key];
+    if (acc.in_flight++ == 0) {
+      acc.values.resize(kWarp * (N / 2));
+      for (int lane = 0; lane < kWarp; ++lane) {
+        acc.registers[lane] = static_cast<MatmulLane*>(slots[lane])->d;
+        std::memcpy(&acc.values[lane * (N / 2)], acc.registers[lane], N / 2 * sizeof(float));
+        for (int i = 0; i < N / 2; ++i) std::memcpy(acc.registers[lane] + i, &kInFlight, 4);
+      }
+    }
+    std::array<const uint32_t*, kWarp> a_of;
+    std::array<std::array<uint32_t, 4>, kWarp> a_then{};
+    for (int lane = 0; lane < kWarp; ++lane) {
+      a_of[lane] = static_cast<MatmulLane*>(slots[lane])->a;
+      if (a_of[lane]) std::memcpy(a_then[lane].data(), a_of[lane], 16);
+    }
+    const int quarter = machine->warp() % 4;
+    machine->issue_matmul(where, [=](Access access, const View& view) {
+      float left[16][16];
+      float right[16][N];
+      if (a_of[0]) {
+        for (int lane = 0; lane < kWarp; ++lane) {
+          if (std::memcmp(a_then[lane].data(), a_of[lane], 16) != 0) {
+            machine->fail(access.where, "the A registers of lane %d changed before the wgmma was waited for", lane);
+          }
+          for (int i = 0; i < 4; ++i) {
+            for (int half = 0; half < 2; ++half) {
+              left[lane / 4 + i % 2 * 8][2 * (lane % 4) + i / 2 * 8 + half] =
+                  widen(Element{}, static_cast<std::uint16_t>(a_then[lane][i] >> (16 * half)));
+            }
+          }
+        }
+      } else {
+        const Operand operand(a, access.where);
+        for (int row = 0; row < 16; ++row) {
+          for (int chunk = 0; chunk < 2; ++chunk) {
+            read_chunk<Element>(operand.k_major(16 * quarter + row, chunk), &left[row][8 * chunk], access, view);
+          }
+        }
+      }
+      const Operand operand(b, access.where);
+      if constexpr (TransposedB) {
+        for (int k = 0; k < 16; ++k) {
+          for (int chunk = 0; chunk < N / 8; ++chunk) {
+            read_chunk<Element>(operand.mn_major(k, chunk), &right[k][8 * chunk], access, view);
+          }
+        }
+      } else {
+        for (int n = 0; n < N; ++n) {
+          float row[16];
+          for (int chunk = 0; chunk < 2; ++chunk) {
+            read_chunk<Element>(operand.k_major(n, chunk), row + 8 * chunk, access, view);
+          }
+          for (int k = 0; k < 16; ++k) right[k][n] = row[k];
+        }
+      }
+      Accumulators& target = queue->accumulators[key];
+      for (int row = 0; row < 16; ++row) {
+        float sum[N] = {};
+        for (int k = 0; k < 16; ++k) {
+          for (int n = 0; n < N; ++n) sum[n] += left[row][k] * right[k][n];
+        }
+        for (int n = 0; n < N; ++n) {
+          const int lane = row % 8 * 4 + n % 8 / 2;
+          float& value = target.values[lane * (N / 2) + n / 8 * 4 + row / 8 * 2 + n % 2];
+          value = accumulate ? value + sum[n] : sum[n];
+        }
+      }
+      if (--target.in_flight == 0) {
+        for (int lane = 0; lane < kWarp; ++lane) {
+          for (int i = 0; i < N / 2; ++i) {
+            if (std::memcmp(target.registers[lane] + i, &kInFlight, 4) != 0) {
+              machine->fail(access.where, "an accumulator of lane %d was written before the wgmma was waited for", lane);
+            }
+          }
+          std::memcpy(target.registers[lane], &target.values[lane * (N / 2)], N / 2 * sizeof(float));
+        }
+        queue->accumulators.erase(key);
+      }
+    });
+  });
+}
+
+}  // namespace sim
+
+template <class Element, int N>
+void wgmma_ss_k(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, Where where = Where::current()) {
+  sim::matmul<Element, N, false>(d, nullptr, a, b, accumulate, where);
+}
+template <class Element, int N>
+void wgmma_ss_mn(float (&d)[N / 2], uint64_t a, uint64_t b, Where where = Where::current()) {
+  sim::matmul<Element, N, true>(d, nullptr, a, b, true, where);
+}
+template <class Element, int N>
+void wgmma_rs_mn(float (&d)[N / 2], const uint32_t* a, uint64_t b, Where where = Where::current()) {
+  sim::matmul<Element, N, true>(d, a, 0, b, true, where);
+}
+
+}  // namespace mlaforge

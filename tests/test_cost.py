@@ -1,0 +1,135 @@
+"""Traffic, work and floors against numbers worked out by hand, and the split rule against its definition."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlaforge_generator.cost import binary_bytes, cache_sizes, decimal_bytes, decode_cost, split_counts
+from mlaforge_generator.plan import Plan, SchedulePolicy, make_plan
+from mlaforge_generator.resources import find_spec
+from mlaforge_generator.spec import load_spec
+
+
+def plan_of(name: str = "deepseek_v3") -> Plan:
+    return make_plan(load_spec(find_spec(name)))
+
+
+def at_rates(bandwidth: float, rate: float) -> Plan:
+    plan = plan_of()
+    target = dataclasses.replace(plan.target, read_bandwidth=bandwidth, matrix_rate=rate)
+    return dataclasses.replace(plan, target=target)
+
+
+def test_cache_sizes_are_exact() -> None:
+    mha, gqa, mla = cache_sizes(plan_of().spec.model, batch=16, context=65_536, layers=60)
+    assert [size.kind for size in (mha, gqa, mla)] == ["MHA", "GQA-8", "MLA"]
+    assert [size.token_layer for size in (mha, gqa, mla)] == [65_536, 4_096, 1_152]
+    assert (mha.total, gqa.total, mla.total) == (4_123_168_604_160, 257_698_037_760, 72_477_573_120)
+    assert [decimal_bytes(size.total) for size in (mha, gqa, mla)] == ["4.123 TB", "257.7 GB", "72.48 GB"]
+    assert [binary_bytes(size.total) for size in (mha, gqa, mla)] == ["3.75 TiB", "240 GiB", "67.5 GiB"]
+
+
+def test_gqa_has_no_more_heads_than_there_are() -> None:
+    model = plan_of().spec.model.model_copy(update={"num_attention_heads": 4})
+    mha, gqa, _ = cache_sizes(model, batch=1, context=1, layers=1)
+    assert mha.total == gqa.total == 4 * 256 * 2
+
+
+@pytest.mark.parametrize(
+    ("size", "decimal", "binary"),
+    [
+        (0, "0 B", "0 B"),
+        (999, "999 B", "999 B"),
+        (1000, "1 kB", "1000 B"),
+        (1024, "1.024 kB", "1 KiB"),
+        (999_999, "1 MB", "976.6 KiB"),
+        (1024**2 - 1, "1.049 MB", "1 MiB"),
+        (232_448, "232.4 kB", "227 KiB"),
+        (10**21, "1000 EB", "867.4 EiB"),
+    ],
+)
+def test_units_are_never_mixed(size: int, decimal: str, binary: str) -> None:
+    assert (decimal_bytes(size), binary_bytes(size)) == (decimal, binary)
+
+
+@pytest.mark.parametrize(
+    ("heads", "s_q", "useful", "padded", "memory_ns", "compute_ns", "bound"),
+    [
+        (16, 1, 30.2, 120.9, 0.268, 0.176, "memory"),
+        (32, 2, 120.9, 120.9, 0.268, 0.176, "memory"),
+        (64, 1, 120.9, 120.9, 0.268, 0.176, "memory"),
+        (64, 2, 241.8, 241.8, 0.268, 0.353, "compute"),
+        (128, 1, 241.8, 241.8, 0.268, 0.353, "compute"),
+        (128, 2, 483.6, 483.6, 0.268, 0.705, "compute"),
+    ],
+)
+def test_floors_of_a_cached_token(
+    heads: int, s_q: int, useful: float, padded: float, memory_ns: float, compute_ns: float, bound: str
+) -> None:
+    tokens = 1 << 26  # So many that q, out and partial results no longer count.
+    cost = decode_cost(at_rates(4.3e12, 790e12), batch=1, context=tokens, s_q=s_q, heads=heads)
+    assert cost.intensity == pytest.approx(useful, rel=2e-3)
+    assert cost.padded_intensity == pytest.approx(padded, rel=2e-3)
+    assert cost.memory_us * 1e3 / tokens == pytest.approx(memory_ns, abs=6e-4)
+    assert cost.compute_us * 1e3 / tokens == pytest.approx(compute_ns, abs=6e-4)
+    assert cost.bound == bound and cost.floor_us == max(cost.memory_us, cost.compute_us)
+
+
+def test_a_call_counted_by_hand() -> None:
+    cost = decode_cost(plan_of(), batch=128, context=4096, heads=16)
+    assert cost.flops == 2 * 128 * 16 * 4096 * (576 + 512)
+    assert cost.padded_flops == 4 * cost.flops
+    assert cost.cache_bytes == 128 * 4096 * 1152
+    assert cost.io_bytes == 128 * 16 * (1152 + 1024 + 4)
+    # 128 requests of 64 blocks and 5 on 132 parts: 131 cuts, none of which falls together with a border.
+    assert cost.splits > 128
+    assert cost.partial_bytes == cost.splits * 16 * (512 + 1) * 8
+    assert cost.bytes == cost.cache_bytes + cost.io_bytes
+
+
+def test_heads_default_to_those_of_a_rank() -> None:
+    spec = plan_of().spec.model_copy(update={"tensor_parallel": 8})
+    assert decode_cost(make_plan(spec), batch=1, context=64).heads == 16
+
+
+POLICY = SchedulePolicy(fixed_overhead_blocks=5, snap_blocks=1, min_part_cost=3)
+
+
+def by_definition(lengths: list[int], policy: SchedulePolicy, max_parts: int) -> list[int]:
+    """Walk every part over every request and count those that hold a block of it."""
+    blocks = [max(-(-length // 64), 1) for length in lengths]
+    costs = [count + policy.fixed_overhead_blocks for count in blocks]
+    parts = min(max(sum(costs) // policy.min_part_cost, 1), max_parts)
+
+    def before(at: int, request: int) -> int:
+        t = at - sum(costs[:request])
+        snap = policy.snap_blocks
+        return 0 if t <= snap else blocks[request] if t >= blocks[request] - snap else t
+
+    cuts = [sum(costs) * part // parts for part in range(parts + 1)]
+    return [
+        sum(before(cuts[p + 1], request) > before(cuts[p], request) for p in range(parts))
+        for request in range(len(lengths))
+    ]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
+    overhead=st.integers(2, 9),
+    snap=st.integers(0, 1),
+    max_parts=st.sampled_from([1, 2, 33, 66, 132]),
+)
+def test_split_counts_are_the_kernels(lengths: list[int], overhead: int, snap: int, max_parts: int) -> None:
+    policy = SchedulePolicy(fixed_overhead_blocks=overhead, snap_blocks=snap, min_part_cost=3)
+    assert split_counts(lengths, 64, policy, max_parts) == by_definition(lengths, policy, max_parts)
+
+
+def test_extreme_splits() -> None:
+    assert split_counts([0], 64, POLICY, 132) == [1]
+    assert split_counts([1 << 20], 64, POLICY, 132) == [132]
+    assert split_counts([64] * 132, 64, POLICY, 132) == [1] * 132
+    assert split_counts([], 64, POLICY, 132) == []

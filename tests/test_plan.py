@@ -1,0 +1,187 @@
+"""Invariants of every plan, and the fields that errors name when a kernel can't exist."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from mlaforge_generator.errors import SpecError
+from mlaforge_generator.plan import ELEMENT_BYTES, MAX_STAGES, SMEM_ALIGNMENT, Plan, make_plan
+from mlaforge_generator.resources import find_spec, spec_dir
+from mlaforge_generator.spec import Spec, load_spec, parse_spec
+from strategies import specs
+
+SHIPPED = sorted(path.stem for path in spec_dir().glob("*.yaml"))
+
+
+def regions_fit(plan: Plan) -> None:
+    smem = plan.decode.smem
+    own = [region for region in smem.regions if region.alias_of is None]
+    aliases = [region for region in smem.regions if region.alias_of is not None]
+    for before, after in itertools.pairwise(sorted(own, key=lambda region: region.offset)):
+        assert before.offset + before.size <= after.offset, (before, after)
+    assert own[0].offset == 0 and all(region.size > 0 for region in smem.regions)
+    assert max(region.offset + region.size for region in own) == smem.total
+    assert smem.total <= smem.limit == plan.target.smem_per_block
+    by_name = {region.name: region for region in own}
+    assert len(by_name) == len(own) and len({region.constant for region in smem.regions}) == len(smem.regions)
+    for alias in aliases:
+        host = by_name[str(alias.alias_of)]
+        assert host.offset <= alias.offset and alias.offset + alias.size <= host.offset + host.size
+
+
+def regions_are_aligned(plan: Plan) -> None:
+    regions = {region.name: region for region in plan.decode.smem.regions}
+    for name in ("Q", "K", "P"):
+        assert regions[name].offset % SMEM_ALIGNMENT == 0, name
+    assert regions["barriers"].offset % 8 == 0
+    assert all(region.offset % 16 == 0 for region in regions.values())
+
+
+def barriers_expect_what_the_regions_hold(plan: Plan) -> None:
+    decode = plan.decode
+    size = {region.name: region.size for region in decode.smem.regions}
+    barriers = {barrier.name: barrier for barrier in decode.mbarriers}
+    assert size["K"] == decode.tile.stages * barriers["full"].bytes
+    assert size["Q"] == barriers["q_full"].bytes
+    assert size["barriers"] == 8 * sum(barrier.count for barrier in decode.mbarriers)
+    assert barriers["full"].count == barriers["empty"].count == decode.tile.stages
+    # mbarriers count bytes of a phase in 20 bits.
+    assert all(barrier.bytes < 1 << 20 for barrier in decode.mbarriers)
+    ids = [n.id + i for n in decode.named_barriers for i in range(n.count)]
+    assert len(ids) == len(set(ids)) and all(1 <= i <= 15 for i in ids)
+    assert all(n.threads % 32 == 0 and n.threads <= decode.launch.threads for n in decode.named_barriers)
+
+
+def boxes_bring_whole_tiles(plan: Plan) -> None:
+    decode = plan.decode
+    tile = decode.tile
+    assert tile.tokens % tile.box_tokens == 0
+    assert tile.subtiles * 64 >= decode.d_qk > (tile.subtiles - 1) * 64
+    boxes = {tensor_map.tensor: tensor_map.box for tensor_map in decode.tensor_maps}
+    barriers = {barrier.name: barrier for barrier in decode.mbarriers}
+    for tensor_map in decode.tensor_maps:
+        assert len(tensor_map.box) == len(tensor_map.dims) <= 5
+        assert all(1 <= extent <= 256 for extent in tensor_map.box)
+        assert tensor_map.box[0] * ELEMENT_BYTES <= tensor_map.swizzle_bytes
+
+    def size(tensor: str) -> int:
+        return boxes[tensor][0] * boxes[tensor][1] * ELEMENT_BYTES
+
+    copies = tile.tokens // tile.box_tokens * tile.subtiles
+    assert copies * size("kv_cache") == barriers["full"].bytes
+    assert tile.subtiles * size("q") == barriers["q_full"].bytes
+
+
+def registers_are_there(plan: Plan) -> None:
+    decode, target = plan.decode, plan.target
+    assert sum(use.registers for use in decode.registers) <= decode.launch.consumer_registers
+    for registers in (decode.launch.consumer_registers, decode.launch.producer_registers):
+        assert registers % 8 == 0 and 24 <= registers <= target.max_registers_per_thread
+    assert sum(role.warps * 32 * role.registers for role in decode.roles) <= target.registers_per_sm
+    assert sum(role.warps for role in decode.roles) * 32 == decode.launch.threads <= 1024
+
+
+def choices_are_the_fields_left_open(plan: Plan) -> None:
+    options = plan.spec.kernels.decode
+    left = {f"kernels.decode.{each}" for each in type(options).model_fields if getattr(options, each) == "auto"}
+    assert {choice.field for choice in plan.choices} == left
+    assert all(choice.value and choice.why for choice in plan.choices)
+
+
+INVARIANTS: list[Callable[[Plan], None]] = [
+    regions_fit,
+    regions_are_aligned,
+    barriers_expect_what_the_regions_hold,
+    boxes_bring_whole_tiles,
+    registers_are_there,
+    choices_are_the_fields_left_open,
+]
+
+
+@given(specs())
+def test_invariants_of_any_plan(spec: Spec) -> None:
+    plan = make_plan(spec)
+    for invariant in INVARIANTS:
+        invariant(plan)
+    assert plan == make_plan(spec)
+    assert (plan.decode.d_qk, plan.decode.d_v) == (spec.d_qk, spec.d_v)
+
+
+@pytest.mark.parametrize("invariant", INVARIANTS, ids=lambda invariant: invariant.__name__)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_invariants_of_the_shipped_specs(name: str, invariant: Callable[[Plan], None]) -> None:
+    invariant(make_plan(load_spec(find_spec(name))))
+
+
+@given(specs())
+def test_as_many_stages_as_fit_and_not_one_more(spec: Spec) -> None:
+    stages = make_plan(spec).decode.tile.stages
+    tree = spec.model_dump(exclude_none=True)
+    tree["kernels"]["decode"]["stages"] = stages
+    assert make_plan(Spec.model_validate(tree)).decode.tile.stages == stages
+    assert stages <= MAX_STAGES
+    if stages == MAX_STAGES:
+        return
+    tree["kernels"]["decode"]["stages"] = stages + 1
+    with pytest.raises(SpecError) as caught:
+        make_plan(Spec.model_validate(tree))
+    (problem,) = caught.value.problems
+    assert problem.field == "kernels.decode.stages" and problem.message.endswith(f"lower stages to {stages}")
+
+
+def test_a_plan_is_plain_data() -> None:
+    plan = make_plan(load_spec(find_spec("deepseek_v3")))
+    data = json.loads(json.dumps(plan.to_json()))
+    assert set(data) == {each.name for each in fields(Plan)}
+    assert data["decode"]["smem"]["total"] == plan.decode.smem.total
+    assert data["spec"]["model"]["kv_lora_rank"] == 512
+
+
+BROKEN = """\
+name: broken
+model:
+  num_attention_heads: 128
+  kv_lora_rank: {rank}
+  qk_nope_head_dim: 128
+  qk_rope_head_dim: {rope}
+  v_head_dim: 128
+kernels:
+  decode:
+    stages: {stages}
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "line", "field", "words"),
+    [
+        ({"stages": 3}, 10, "kernels.decode.stages", ("303,424 B", "232,448 B", "lower stages to 2")),
+        ({"stages": 8}, 10, "kernels.decode.stages", ("lower stages to 2",)),
+        ({"rank": 520}, 4, "model.kv_lora_rank", ("128, 256, 384, 512", "520")),
+        ({"rope": 24}, 6, "model.qk_rope_head_dim", ("multiple of 16", "use 16 or 32")),
+        ({"rope": 512}, 4, "model.kv_lora_rank", ("232,448 B", "model.kv_lora_rank + model.qk_rope_head_dim = 1024")),
+        ({"rope": 512, "stages": 1}, 4, "model.kv_lora_rank", ("even one stage",)),
+    ],
+)
+def test_hardware_limits_name_the_field(
+    values: dict[str, object], line: int, field: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(BROKEN.format(**{"rank": 512, "rope": 64, "stages": "auto"} | values))
+    with pytest.raises(SpecError) as caught:
+        make_plan(load_spec(path))
+    (problem,) = caught.value.problems
+    assert (problem.file, problem.line, problem.field) == (str(path), line, field)
+    assert all(word in problem.message for word in words), problem.message
+
+
+def test_all_limits_at_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        make_plan(parse_spec(BROKEN.format(rank=520, rope=24, stages=3)))
+    assert [problem.field for problem in caught.value.problems] == ["model.kv_lora_rank", "model.qk_rope_head_dim"]

@@ -1,0 +1,161 @@
+"""Rendered text: the same everywhere, complete, and impossible to make from a misspelt template."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jinja2
+import pytest
+from hypothesis import given
+
+from mlaforge.manifest import read_manifest
+from mlaforge_generator import render as render_module
+from mlaforge_generator.plan import CombinePlan, DecodePlan, Plan, make_plan
+from mlaforge_generator.render import render
+from mlaforge_generator.resources import find_spec, spec_dir, template_dir
+from mlaforge_generator.spec import Spec, load_spec
+from strategies import specs
+
+SHIPPED = sorted(path.stem for path in spec_dir().glob("*.yaml"))
+
+
+def plan_of(name: str = "deepseek_v3") -> Plan:
+    return make_plan(load_spec(find_spec(name)))
+
+
+def constants(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^constexpr int (\w+) = ([^;]+);", text, re.MULTILINE))
+
+
+def check_text(plan: Plan, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        assert text.endswith("\n") and not text.endswith("\n\n"), name
+        assert "\r" not in text and "\t" not in text, name
+        if name.endswith(".json"):
+            continue
+        assert not re.search(r"\bNone\b|\bTrue\b|\bFalse\b|Undefined", text), name
+        # Headers are no templates: `{%` is PTX there.
+        assert name.endswith(".cuh") or not re.search(r"\{\{ |\{%", text), name
+        on_the_gpu = re.sub(r"#ifdef MLAFORGE_SIMULATOR.*?#else", "", text, flags=re.DOTALL)
+        for include in re.findall(r'#include "([^"]+)"', on_the_gpu):
+            assert include in files, (name, include)
+    found = constants(files["decode.cu"])
+    decode = plan.decode
+    assert int(found["kHeadDimQK"]) == decode.d_qk and int(found["kHeadDimV"]) == decode.d_v
+    assert int(found["kStages"]) == decode.tile.stages and int(found["kPageSize"]) == decode.page_size
+    assert all(int(found[region.constant]) == region.offset for region in decode.smem.regions)
+    assert all(int(found[barrier.constant]) == barrier.id for barrier in decode.named_barriers)
+
+
+@given(specs())
+def test_any_plan_renders(spec: Spec) -> None:
+    plan = make_plan(spec)
+    files = render(plan)
+    check_text(plan, files)
+    assert json.loads(files["manifest.json"])["name"] == spec.name
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_specs_render(name: str) -> None:
+    plan = plan_of(name)
+    check_text(plan, render(plan))
+
+
+def test_the_same_bytes_in_any_process(tmp_path: Path) -> None:
+    program = (
+        "import sys; from mlaforge_generator.plan import make_plan; from mlaforge_generator.render import render;"
+        "from mlaforge_generator.resources import find_spec; from mlaforge_generator.spec import load_spec;"
+        "sys.stdout.write(repr(render(make_plan(load_spec(find_spec('kimi_k3'))))))"
+    )
+    want = repr(render(plan_of("kimi_k3")))
+    for seed, zone in (("1", "UTC"), ("2", "Asia/Tokyo")):
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "TZ": zone, "LC_ALL": "C", "PYTHONPATH": path}
+        command = [sys.executable, "-c", program]
+        run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert run.stdout == want
+
+
+# ---- Wrong templates -------------------------------------------------------------------------------------------------
+
+
+# Printed, an undefined variable is first seen by the check for literals; elsewhere by jinja2.
+UNDEFINED = (jinja2.UndefinedError, TypeError)
+
+
+def kernels(plan: Plan) -> list[DecodePlan | CombinePlan]:
+    return [plan.decode, plan.combine]
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["decode", "combine"])
+def test_every_misspelt_variable_fails(index: int) -> None:
+    kernel = kernels(plan_of())[index]
+    text = (template_dir() / kernel.template).read_text(encoding="utf-8")
+    variables = list(re.finditer(r"(?:\{\{|\{%|\bin\b)[^%}]*?\b((?:plan|region|barrier|parameter)\.[\w.]+)", text))
+    assert len(variables) > 5
+    environment = render_module._environment()
+    assert environment.from_string(text).render(plan=kernel, banner="")
+    for variable in variables:
+        broken = f"{text[: variable.end(1)]}x{text[variable.end(1) :]}"
+        with pytest.raises(UNDEFINED):
+            environment.from_string(broken).render(plan=kernel, banner="")
+
+
+@pytest.mark.parametrize(
+    "expression", ["{{ nothing }}", "{% if nothing %}{% endif %}", "{% for x in nothing %}{% endfor %}"]
+)
+def test_undefined_fails_wherever_it_stands(expression: str) -> None:
+    with pytest.raises(UNDEFINED):
+        render_module._environment().from_string(expression).render()
+
+
+@pytest.mark.parametrize("value", [None, [1], (1, 2), {"a": 1}, 1.5, b"1"])
+def test_what_is_no_literal_fails(value: object) -> None:
+    with pytest.raises(TypeError, match="no C\\+\\+ literal"):
+        render_module._environment().from_string("{{ value }}").render(value=value)
+
+
+def test_literals_are_those_of_cpp() -> None:
+    text = render_module._environment().from_string("{{ a }} {{ b }} {{ c }} {{ d }}")
+    assert text.render(a=True, b=False, c=-3, d="float") == "true false -3 float"
+
+
+# ---- Manifest --------------------------------------------------------------------------------------------------------
+
+
+def signature(text: str, entry: str) -> list[tuple[str, str]]:
+    """Give the parameters of a kernel, (type, name) in order."""
+    inside = re.search(rf"\b{entry}\(([^)]*)\)", text)
+    assert inside
+    words = [parameter.split() for parameter in inside[1].split(",")]
+    return [(" ".join(parameter[:-1]), parameter[-1]) for parameter in words]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
+    plan = plan_of(name)
+    for file, text in render(plan).items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    manifest = read_manifest(tmp_path)
+    decode, combine = plan.decode, plan.combine
+    assert manifest.name == plan.spec.name and manifest.target == plan.target.arch
+    assert manifest.softmax_scale == plan.softmax_scale
+    assert (manifest.d_qk, manifest.d_v) == (decode.d_qk, decode.d_v)
+    assert (manifest.cache.dtype, manifest.cache.page_size) == (plan.spec.cache.dtype, plan.spec.cache.page_size)
+    assert dict(manifest.model) == plan.spec.model.model_dump()
+    assert manifest.tensor_parallel == plan.spec.tensor_parallel
+    assert manifest.decode.smem_bytes == decode.smem.total and manifest.decode.threads == decode.launch.threads
+    assert (manifest.decode.tile_rows, manifest.decode.tile_tokens) == (decode.tile.rows, decode.tile.tokens)
+    assert manifest.decode.boxes == {each.tensor: each.box for each in decode.tensor_maps}
+    assert manifest.combine.threads == combine.threads and manifest.combine.rows_per_block == combine.rows_per_block
+    for kernel, maps in ((manifest.decode, 2), (manifest.combine, 0)):
+        text = kernel.source.read_text(encoding="utf-8")
+        parameters = [(parameter.ctype, parameter.name) for parameter in kernel.parameters]
+        assert signature(text, kernel.entry)[maps:] == parameters
+        bounds = re.search(r"__launch_bounds__\((\d+)", text)
+        assert bounds and int(bounds[1]) == kernel.threads
