@@ -13,8 +13,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import mlaforge
 import pytest
+
+import mlaforge
 from mlaforge import cache as cache_module
 from mlaforge.cache import CacheWarning, Entry, KernelCache, default_directory
 

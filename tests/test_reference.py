@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_any_strides_and_a_cache_without_heads() -> None:
     cache, table = paged([20, 3], 16, 1, 24, generator)
     lengths = torch.tensor([20, 3], dtype=torch.int32)
     q = torch.randn((2, 2, 4, 24), generator=generator, dtype=torch.float64)
-    arguments = {"d_v": 16, "softmax_scale": 0.2, "causal": True}
+    arguments: dict[str, Any] = {"d_v": 16, "softmax_scale": 0.2, "causal": True}
     want = decode_reference(q, cache, table, lengths, **arguments)
     layers = torch.full((cache.shape[0], 3, 16, 1, 24), math.nan, dtype=torch.float64)
     layers[:, 1] = cache
@@ -109,7 +110,7 @@ def test_tokens_worked_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(1)
     cache, table = paged([50, 7], 16, 1, 24, generator)
     q = 30 * torch.randn((2, 3, 2, 24), generator=generator, dtype=torch.float64)
-    arguments = {"d_v": 16, "softmax_scale": 0.2, "causal": True}
+    arguments: dict[str, Any] = {"d_v": 16, "softmax_scale": 0.2, "causal": True}
     whole = decode_reference(q, cache, table, torch.tensor([50, 7]), **arguments)
     monkeypatch.setattr(reference, "_TOKENS_AT_ONCE", 7)
     pieces = decode_reference(q, cache, table, torch.tensor([50, 7]), **arguments)

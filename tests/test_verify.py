@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -26,6 +26,15 @@ from mlaforge.verify import (
     verify,
     verify_problems,
 )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep torch's many small operations from waiting for each other's threads on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -88,8 +97,9 @@ class TorchDecoder:
         tokens = torch.cat([cache[page] for page in pages[:count].tolist()] or [cache[:0, 0]]).float()
         if self.fault != "reads the tail":
             tokens = tokens[:length]
-        keys = tokens.repeat_interleave(h_q // cache.shape[2], dim=1)
-        scores = torch.einsum("qhd,thd->hqt", q, keys) * scale
+        h_kv = cache.shape[2]
+        grouped = q.reshape(s_q, h_kv, h_q // h_kv, -1)
+        scores = torch.einsum("qkgd,tkd->kgqt", grouped, tokens).flatten(0, 1) * scale
         border = torch.full((s_q, 1), length)
         if causal:
             border = border + torch.arange(1 - s_q, 1)[:, None]
@@ -104,7 +114,8 @@ class TorchDecoder:
         if self.fault == "never rescales" and len(tokens):
             # As after a lost rescaling: what came later weighs one part in a hundred too much.
             weights = weights * (1 + 0.01 * (torch.arange(len(tokens)) >= 64))
-        out = torch.einsum("hqt,thd->qhd", weights, keys[..., :d_v])
+        by_group = weights.reshape(h_kv, h_q // h_kv, s_q, -1)
+        out = torch.einsum("kgqt,tkd->qkgd", by_group, tokens[..., :d_v]).flatten(1, 2)
         empty = (border <= 0).squeeze(1)
         if self.fault == "base-2 lse":
             lse = lse * math.log2(math.e)
@@ -126,9 +137,9 @@ MANIFESTS = [
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=str)
 def test_a_right_decoder_passes(manifest: Manifest) -> None:
     seen: list[Problem] = []
-    report = verify(TorchDecoder(manifest=manifest), 40, 1, seen.append, device="cpu", max_tokens=2048)
+    report = verify(TorchDecoder(manifest=manifest), 25, 1, seen.append, device="cpu", max_tokens=1000)
     assert report.ok, report.failure
-    assert len(seen) == report.problems == sum(report.counts.values()) == 40
+    assert len(seen) == report.problems == sum(report.counts.values()) == 25
     assert set(report.worst) == set(report.counts)
     assert all(0 < errors.out_used < 1 for errors in report.worst.values() if errors.out_abs)
 

@@ -213,9 +213,8 @@ MLAFORGE_DEVICE void clear_tail(smem_t base, int stage, int half, int block, int
   }
 }
 
-// A warp has finished with a buffer.
+// A warp has finished with a buffer that only its WGMMA read: all its lanes have come out of the same wait.
 MLAFORGE_DEVICE void release(smem_t bar) {
-  __syncwarp();
   if (lane_id() == 0) mbarrier_arrive(bar);
 }
 

@@ -33,7 +33,7 @@ from .spec import load_spec
 from .target import TARGETS
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.table import Table
 
     from mlaforge.compiler import CompiledKernel
@@ -153,9 +153,7 @@ def plan(
         return
     from .tables import plan_tables
 
-    console = _console()
-    for part in plan_tables(made, costs, sizes, f"{batch} x {context:,} tokens, {layers} layers"):
-        console.print(part)
+    _print(plan_tables(made, costs, sizes, f"{batch} x {context:,} tokens, {layers} layers"))
 
 
 @cli.command()
@@ -279,7 +277,7 @@ def compile_(specs: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         _print_json([_compile_json(manifest, kernel) for manifest, kernel in compiled])
     else:
-        _console().print(_compile_table(compiled))
+        _print(_compile_tables(compiled))
 
 
 def _folders(specs: Sequence[str], scratch: Path) -> list[Path]:
@@ -335,7 +333,7 @@ def _compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
     }
 
 
-def _compile_table(compiled: Sequence[tuple[Manifest, CompiledKernel]]) -> Table:
+def _compile_tables(compiled: Sequence[tuple[Manifest, CompiledKernel]]) -> Iterator[Table]:
     from rich.text import Text
 
     from .tables import table
@@ -344,12 +342,10 @@ def _compile_table(compiled: Sequence[tuple[Manifest, CompiledKernel]]) -> Table
         return Text(f"{count:,}", style="bold red" if count else "")
 
     rows = []
+    times = []
     for manifest, kernel in compiled:
         for report in kernel.kernels.values():
             sass, seconds = report.sass or {}, kernel.seconds
-            phases = ", ".join(
-                f"{name} {seconds[name]:.1f}" for name in ("front end", "optimizer", "ptxas") if name in seconds
-            )
             rows.append(
                 (
                     manifest.name,
@@ -357,30 +353,36 @@ def _compile_table(compiled: Sequence[tuple[Manifest, CompiledKernel]]) -> Table
                     report.registers,
                     bad_unless_zero(report.spill_stores + report.spill_loads),
                     bad_unless_zero(report.stack_frame),
-                    f"{report.static_smem:,} + {_dynamic_smem(manifest, kernel):,}",
+                    f"{report.static_smem:,}",
+                    f"{_dynamic_smem(manifest, kernel):,}",
                     sass.get("HGMMA", 0),
                     sass.get("UTMALDG", 0),
-                    Text("serialised", style="bold red") if report.serialized else "-",
-                    "cache" if kernel.cache_hit else f"{seconds.get('nvrtc', 0.0):.1f}",
-                    phases,
+                    Text("serialised", style="bold red")
+                    if report.serialized
+                    else "overlap"
+                    if "HGMMA" in sass
+                    else "-",
                 )
             )
+            phases = (f"{seconds[name]:.2f}" if name in seconds else "-" for name in _PHASES)
+            times.append((manifest.name, report.entry, "hit" if kernel.cache_hit else "miss", *phases))
     limit = max(TARGETS[manifest.target].smem_per_block for manifest, _ in compiled)
-    columns = (
-        "spec",
-        "kernel",
-        "regs>",
-        "spills, B>",
-        "stack, B>",
-        "static + dynamic smem, B>",
-        "HGMMA>",
-        "UTMALDG>",
-        "WGMMA",
-        "now, s>",
-        "first compile, s",
-    )
     versions = ", ".join(f"{name} {version}" for name, version in compiled[0][1].versions.items())
-    return table("Compiled kernels", columns, rows, caption=f"shared memory of a block: {limit:,} B; {versions}")
+    yield table(
+        "Compiled kernels, shared memory and spills in bytes",
+        ("spec", "kernel", "registers>", "spills>", "stack>", "static>", "dynamic>", "HGMMA>", "UTMALDG>", "WGMMA"),
+        rows,
+        caption=f"a block has {limit:,} B of shared memory",
+    )
+    yield table(
+        "Seconds of the compile that made the cubin",
+        ("spec", "kernel", "cache", *(f"{name}>" for name in _PHASES)),
+        times,
+        caption=f"nvrtc has front end, optimizer and ptxas in it; {versions}",
+    )
+
+
+_PHASES = ("header search", "import", "nvrtc", "front end", "optimizer", "ptxas")
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
@@ -388,19 +390,41 @@ def _compile_table(compiled: Sequence[tuple[Manifest, CompiledKernel]]) -> Table
 
 @cli.command()
 @click.argument("spec", metavar="SPEC|DIR")
-@click.option("--examples", type=_COUNT, default=200, show_default=True, help="Random problems.")
+@click.option("--examples", type=_COUNT, help="Random problems; 200 on a GPU, 12 under the simulator.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Which random problems.")
 @click.option(
-    "--max-tokens", type=_COUNT, default=1 << 18, show_default=True, help="Cached tokens of one random problem."
+    "--max-tokens", type=_COUNT, help="Cached tokens of one random problem; 262144 on a GPU, 1000 under the simulator."
 )
 @click.option("--matrix", is_flag=True, help="Run the problems of FlashMLA's own test instead.")
 @click.option("--problem", "text", metavar="TEXT", help="Run one problem instead, as a failure printed it.")
-@click.option("--device", default="cuda", show_default=True, help="A CUDA device, such as cuda:1.")
+@click.option(
+    "--device",
+    default="cuda",
+    show_default=True,
+    help="A CUDA device, such as cuda:1; or sim, to run the same text on the CPU under a machine that finds races.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["eager", "lazy", "random"]),
+    default="random",
+    show_default=True,
+    help="With sim: when asynchronous operations land.",
+)
+@click.option("--schedule-seed", type=int, default=0, show_default=True, help="With sim: the order of everything.")
 @click.option("-v", "--verbose", is_flag=True, help="Print each problem before it runs.")
 def verify(
-    spec: str, examples: int, seed: int, max_tokens: int, matrix: bool, text: str | None, device: str, verbose: bool
+    spec: str,
+    examples: int | None,
+    seed: int,
+    max_tokens: int | None,
+    matrix: bool,
+    text: str | None,
+    device: str,
+    mode: str,
+    schedule_seed: int,
+    verbose: bool,
 ) -> None:
-    """Compare kernels with float64 on a GPU.
+    """Compare kernels with float64, on a GPU or under the simulator.
 
     By the acceptance criteria of FlashMLA's own tests. What fails is made as small as it still fails, and printed as a
     command line that replays it.
@@ -411,24 +435,32 @@ def verify(
         # A spec with faults is told before a missing GPU.
         (folder,) = _folders([spec], Path(scratch))
         problem = _parse_problem(text) if text is not None else None
-        if reason := _why_no_hopper(device):
-            raise _NoDevice(f"{reason}; the kernels can't run here")
+        if device != "sim" and (reason := _why_no_hopper(device)):
+            raise _NoDevice(f"{reason}; the kernels can't run here, but `--device sim` runs their text on the CPU")
         if problem is None:
             _check_absorption(_dims(folder))
-        _verify(spec, folder, _Run(examples, seed, max_tokens, matrix, problem, device, verbose))
+        run = _Run(seed, examples, max_tokens, matrix, problem, device, mode, schedule_seed, verbose)
+        _verify(spec, folder, run)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
     """What to verify, and how."""
 
-    examples: int
     seed: int
-    max_tokens: int = 1 << 18
+    examples: int | None = None
+    max_tokens: int | None = None
     matrix: bool = False
     problem: Problem | None = None
     device: str = "cuda"
+    mode: str = "random"
+    schedule_seed: int = 0
     verbose: bool = False
+
+    @property
+    def simulated(self) -> bool:
+        """Whether a CPU plays the GPU."""
+        return self.device == "sim"
 
 
 def _parse_problem(text: str) -> Problem:
@@ -493,11 +525,16 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
     """Run the problems and print what came of them; `_Failure` if one is not accepted."""
     import mlaforge
     from mlaforge.compiler import CompileError
+    from mlaforge.simulator import CompilerMissingError, SimulatorOptions
     from mlaforge.toolchain import ToolchainError
     from mlaforge.verify import flashmla_matrix, random_problems, verify_problems
 
+    options = SimulatorOptions(seed=run.schedule_seed, mode=run.mode)
     try:
-        mla = mlaforge.load(folder)
+        with _status("compiling for the simulator") if run.simulated else contextlib.nullcontext():
+            mla = mlaforge.load(folder, device="sim" if run.simulated else "cuda", simulator=options)
+    except CompilerMissingError as error:
+        raise _Toolchain(str(error)) from None
     except (CompileError, ToolchainError) as error:
         raise _Toolchain(str(error)) from None
     if run.problem is not None:
@@ -505,7 +542,8 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
     elif run.matrix:
         problems = list(flashmla_matrix())
     else:
-        problems = random_problems(mla.manifest, run.examples, run.seed, run.max_tokens)
+        examples, tokens = (12, 1000) if run.simulated else (200, 1 << 18)
+        problems = random_problems(mla.manifest, run.examples or examples, run.seed, run.max_tokens or tokens)
     start = time.perf_counter()
     with _progress("verifying", len(problems)) as advance:
 
@@ -514,8 +552,8 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
                 click.echo(problem, err=True)
             advance()
 
-        report = verify_problems(mla, problems, before, device=run.device)
-    _console().print(_verify_table(report, time.perf_counter() - start))
+        report = verify_problems(mla, problems, before, device="cpu" if run.simulated else run.device)
+    _print([_verify_table(report, time.perf_counter() - start)])
     if report.failure is None:
         click.echo(f"all {report.problems} problems accepted")
         return
@@ -524,7 +562,8 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
         click.echo(f"failed: {line}")
     if failure.found != failure.problem:
         click.echo(f"found as: {failure.found}")
-    click.echo(f"reproduce: {failure.problem.to_repro(spec)}")
+    schedule = f" --device sim --mode {run.mode} --schedule-seed {run.schedule_seed}" if run.simulated else ""
+    click.echo(f"reproduce: {failure.problem.to_repro(spec)}{schedule}")
     raise _Failure(f"{spec}: problem {report.problems} of {len(problems)} failed")
 
 
@@ -577,25 +616,26 @@ def _verify_table(report: Report, seconds: float) -> Table:
     show_default=True,
     help="Where the folder goes.",
 )
-@click.option("--examples", type=_COUNT, default=200, show_default=True, help="Random problems to verify.")
+@click.option("--examples", type=_COUNT, help="Random problems to verify; 200 on a GPU, 12 under the simulator.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Which random problems.")
-def make(spec: str, output: Path, examples: int, seed: int) -> None:
+def make(spec: str, output: Path, examples: int | None, seed: int) -> None:
     """Do the whole job, from spec to verified kernel.
 
-    Plans, generates, compiles and reports; then verifies if there is a Hopper GPU.
+    Plans, generates, compiles and reports; then verifies, on a Hopper GPU or else under the simulator.
     """
     from .tables import summary
 
     (made,) = _plans([spec])
     click.echo(summary(made))
     folder = _generate(made, output)
-    _console().print(_compile_table(_compile([folder])))
+    _print(_compile_tables(_compile([folder])))
     _require_torch()
     _check_absorption(made.spec.model)
+    device = "cuda"
     if reason := _why_no_hopper("cuda"):
-        click.echo(f"{reason}: the kernels were compiled but not run, so their results are not verified here")
-        return
-    _verify(spec, folder, _Run(examples, seed))
+        click.echo(f"{reason}: the kernels were compiled for it, and their text now runs on the CPU, simulated")
+        device = "sim"
+    _verify(spec, folder, _Run(seed, examples, device=device))
 
 
 # ---- Output ----------------------------------------------------------------------------------------------------------
@@ -604,9 +644,22 @@ def make(spec: str, output: Path, examples: int, seed: int) -> None:
 def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    console = Console(stderr=stderr, highlight=False)
-    # In a file or a pipe there is no width to keep to, and no table should be squeezed into a guess.
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=200)
+    return Console(stderr=stderr, highlight=False)
+
+
+def _print(parts: Iterable[RenderableType]) -> None:
+    """Print to stdout."""
+    from rich.console import Console
+
+    console = _console()
+    # Better a line that a narrow terminal wraps than a number cut short.
+    if console.width < _WIDTH:
+        console = Console(highlight=False, width=_WIDTH)
+    for part in parts:
+        console.print(part)
+
+
+_WIDTH = 120
 
 
 def _print_json(data: object) -> None:

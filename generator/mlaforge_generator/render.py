@@ -21,6 +21,8 @@ MANIFEST_FORMAT = 1
 
 def _cpp_literal(value: object) -> str:
     """Let through only what is valid C++ as it stands: a None or a list would otherwise print as Python."""
+    if isinstance(value, jinja2.Undefined):
+        return str(value)  # raises, naming the variable
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | str):

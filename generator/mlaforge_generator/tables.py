@@ -117,7 +117,7 @@ def plan_tables(
     yield Text(
         f"Requests lie on a line, each its {decode.tile.tokens}-token blocks + {policy.fixed_overhead_blocks} long. "
         f"The line is cut evenly over grid.y parts, none shorter than {policy.min_part_cost}. A cut within "
-        f"{policy.snap_blocks} of a request's end moves there,\nany other splits the request, whose pieces the second "
+        f"{policy.snap_blocks} of a request's end moves there, any other splits the request, whose pieces the second "
         "kernel merges. Each block works this out from cache_seqlens.\n"
     )
     yield table(

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -177,11 +177,6 @@ class Simulator:
         )
         return bytes(tensor_map)
 
-    def reseeded(self, seed: int) -> None:
-        """Start anew with another seed."""
-        self.options = replace(self.options, seed=seed)
-        self.launches = 0
-
 
 class SimulatedKernel:
     """One kernel of the machine."""
@@ -222,7 +217,8 @@ class SimulatedKernel:
             SimulationError: the machine found a fault.
         """
         options = self._simulator.options
-        self._simulator.launches += 1
+        # Every call begins anew: the same seed gives the same run, whatever ran before.
+        self._simulator.launches = self._simulator.launches + 1 if overlap_previous else 1
         trace = options.trace if options.trace is not None and not overlap_previous else None
         settings = _Settings(
             seed=options.seed & (1 << 64) - 1,
