@@ -91,7 +91,7 @@ _REQUIRED = [
     "model.qk_rope_head_dim",
     "model.v_head_dim",
 ]
-_INTEGERS = [
+INTEGERS = [
     "tensor_parallel",
     "model.num_attention_heads",
     "model.kv_lora_rank",
@@ -106,6 +106,7 @@ _INTEGERS = [
     "kernels.decode.tile_tokens",
     "kernels.decode.stages",
 ]
+NO_INTEGERS: list[Any] = [True, False, 1.0, 1.5, 64.0, "1", "64", "no", [], {}, [64], {"a": 64}]
 _WORDS = ["name", "cache.dtype", "target", "kernels.decode.schedule"]
 _NOT_OFFERED: dict[str, list[Any]] = {
     "cache.dtype": ["fp8", "BF16", "auto"],
@@ -149,18 +150,18 @@ def _unknown_field(draw: st.DrawFn, tree: _Tree) -> str:
 
 
 def _wrong_type(draw: st.DrawFn, tree: _Tree) -> str:
-    wrong_integers: st.SearchStrategy[Any] = st.sampled_from([True, 1.5, 64.0, "64", "no", [], {}, [64], {"a": 64}])
+    wrong_integers: st.SearchStrategy[Any] = st.sampled_from(NO_INTEGERS)
     wrong_words: st.SearchStrategy[Any] = st.sampled_from([True, 1, 1.5, None, [], {}, ["a"]])
     wrong_mappings: st.SearchStrategy[Any] = st.sampled_from([True, 1, "auto", [], None])
     fields, values = draw(
-        st.sampled_from([(_INTEGERS, wrong_integers), (_WORDS, wrong_words), (_MAPPINGS, wrong_mappings)])
+        st.sampled_from([(INTEGERS, wrong_integers), (_WORDS, wrong_words), (_MAPPINGS, wrong_mappings)])
     )
     return _put(tree, draw(st.sampled_from(fields)), draw(values))
 
 
 def _out_of_bounds(draw: st.DrawFn, tree: _Tree) -> str:
     value = draw(st.sampled_from([-1, 1 << 21, -(1 << 63), 1 << 64, 10**39]))
-    return _put(tree, draw(st.sampled_from(_INTEGERS)), value)
+    return _put(tree, draw(st.sampled_from(INTEGERS)), value)
 
 
 def _not_offered(draw: st.DrawFn, tree: _Tree) -> str:
@@ -216,7 +217,7 @@ def broken_specs(draw: st.DrawFn) -> BrokenSpec:
 
 
 _PRINTABLE = st.characters(
-    codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="\u2028\u2029\ufffe\uffff"
+    codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="\u2028\u2029\ufeff\ufffe\uffff"
 )
 
 

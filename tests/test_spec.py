@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from mlaforge_generator.errors import Problem, SpecError
 from mlaforge_generator.spec import Cache, Decode, Kernels, Model, RopeScaling, Spec, dump_spec, load_spec, parse_spec
-from strategies import BrokenSpec, broken_specs, specs, yaml_trees
+from strategies import INTEGERS, NO_INTEGERS, BrokenSpec, broken_specs, specs, yaml_trees
 
 SPECS = Path(__file__).resolve().parents[1] / "specs"
 
@@ -188,6 +188,19 @@ def test_one_fault_gives_one_problem_that_names_its_field(broken: BrokenSpec) ->
         before, rest = line[: problem.column - 1].strip(), line[problem.column - 1 :].replace("'", "")
         key = broken.field.rpartition(".")[2] + ":"
         assert before == key or (before == "" and rest.startswith(key))
+
+
+@pytest.mark.parametrize("field", INTEGERS)
+def test_nothing_passes_for_an_integer_but_an_integer(field: str) -> None:
+    *parents, name = field.split(".")
+    for value in NO_INTEGERS:
+        tree = yaml.safe_load(MINIMAL + "cache: {}\nkernels: {decode: {}}\n")
+        part = tree
+        for parent in parents:
+            part = part[parent]
+        part[name] = value
+        (error,) = errors_of(yaml.safe_dump(tree))
+        assert f": {field}: must be " in error, value
 
 
 @given(yaml_trees(), st.booleans())

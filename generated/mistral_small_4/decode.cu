@@ -33,12 +33,12 @@ constexpr int kBoxTokens = 64;  // tokens that one TMA brings: a page, or a tile
 constexpr int kBoxes = kTokens / kBoxTokens;  // of a tile
 constexpr int kHalfV = kHeadDimV / 2;  // columns of O that a warpgroup accumulates
 
-// ---- Shared memory, bytes from the base (213328 of 232448) ---------------------------------------
+// ---- Shared memory, bytes from the base (213344 of 232448) ---------------------------------------
 constexpr int kOffsetQ = 0;  // 40960: 64 rows x 5 subtiles
 constexpr int kOffsetK = 40960;  // 163840: 4 stages of 64 tokens; V is in them
 constexpr int kOffsetP = 204800;  // 8192: probabilities of a tile, 64 x 64
 constexpr int kOffsetFactors = 212992;  // 256: float32 by which a row of O is scaled
-constexpr int kOffsetBarriers = 213248;  // 80: mbarriers: full and empty of each stage, then of Q
+constexpr int kOffsetBarriers = 213248;  // 96: mbarriers, in the order of the plan
 constexpr int kOffsetSchedule = 204800;  // 56: prefix sums
 constexpr int kSubtileBytes = kTokens * 128;
 constexpr int kStageBytes = kSubtiles * kSubtileBytes;
@@ -49,9 +49,7 @@ constexpr int kThreads = 384;
 constexpr int kProducerWarp = 8;
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
-constexpr int kFilledBarrier = 1;  // 256 threads: P and the row factors of a tile are written
-constexpr int kDrainedBarrier = 2;  // 256 threads: warpgroup 1 has read them
-constexpr int kTailBarrier = 3;  // 128 threads: a warpgroup has cleared its half of a last tile
+constexpr int kTailBarrier = 1;  // 128 threads: a warpgroup has cleared its half of a last tile
 
 using Policy = SchedulePolicy<kTokens, 5, 1, 3>;
 
@@ -61,6 +59,9 @@ MLAFORGE_DEVICE smem_t full_bar(smem_t base, int stage) { return base + kOffsetB
 MLAFORGE_DEVICE smem_t empty_bar(smem_t base, int stage) { return base + kOffsetBarriers + 8 * (kStages + stage); }
 MLAFORGE_DEVICE smem_t q_full_bar(smem_t base) { return base + kOffsetBarriers + 8 * (2 * kStages); }
 MLAFORGE_DEVICE smem_t q_empty_bar(smem_t base) { return base + kOffsetBarriers + 8 * (2 * kStages + 1); }
+
+MLAFORGE_DEVICE smem_t filled_bar(smem_t base) { return base + kOffsetBarriers + 8 * (2 * kStages + 2); }
+MLAFORGE_DEVICE smem_t drained_bar(smem_t base) { return base + kOffsetBarriers + 8 * (2 * kStages + 3); }
 
 // A ring of stages, seen by one role: the stage to use next and the parity of its phase.
 struct Ring {
@@ -261,29 +262,37 @@ MLAFORGE_DEVICE void finish_rows(const Output& o, const RowTile& tile, const Wor
 
 // The exchange of a tile's probabilities and row factors: warpgroup 0 fills, warpgroup 1 drains, one tile at a time.
 struct Exchange {
-  bool pending = false;  // warpgroup 0: a tile was handed over whose reading it has not waited for
+  int phase = 0;
 
-  MLAFORGE_DEVICE void acquire() {
-    if (pending) named_barrier_sync(kDrainedBarrier, 256);
-    pending = true;
-  }
+  // Warpgroup 0: waits until the tile before was read.
+  MLAFORGE_DEVICE void acquire(smem_t base) { mbarrier_wait(drained_bar(base), phase ^ 1); }
+
+  // Warpgroup 0: hands over P, stored before, and the factors of this thread's rows.
   MLAFORGE_DEVICE void publish(smem_t base, const float (&factor)[2]) {
     if ((lane_id() & 3) == 0) {
       store_shared_f32(base + kOffsetFactors + 4 * accumulator_row(0), factor[0]);
       store_shared_f32(base + kOffsetFactors + 4 * accumulator_row(1), factor[1]);
     }
     fence_proxy_async();
-    named_barrier_arrive(kFilledBarrier, 256);
+    __syncwarp();
+    release(filled_bar(base));
+    phase ^= 1;
   }
-  MLAFORGE_DEVICE void finish() {
-    if (pending) named_barrier_sync(kDrainedBarrier, 256);
+
+  // Warpgroup 1: waits for the tile and reads the factors of this thread's rows.
+  MLAFORGE_DEVICE void receive(smem_t base, float (&factor)[2]) {
+    mbarrier_wait(filled_bar(base), phase);
+    factor[0] = load_shared_f32(base + kOffsetFactors + 4 * accumulator_row(0));
+    factor[1] = load_shared_f32(base + kOffsetFactors + 4 * accumulator_row(1));
+  }
+
+  // Warpgroup 1: has read P and the factors.
+  MLAFORGE_DEVICE void give_back(smem_t base) {
+    __syncwarp();
+    release(drained_bar(base));
+    phase ^= 1;
   }
 };
-
-MLAFORGE_DEVICE void read_factors(smem_t base, float (&factor)[2]) {
-  factor[0] = load_shared_f32(base + kOffsetFactors + 4 * accumulator_row(0));
-  factor[1] = load_shared_f32(base + kOffsetFactors + 4 * accumulator_row(1));
-}
 
 // One tile of warpgroup 0: scores are in `s` on entry, those of the next tile on exit (unless this is the last).
 template <bool Last>
@@ -296,7 +305,7 @@ MLAFORGE_DEVICE void left_step(smem_t base, Ring& ring, Exchange& exchange, floa
   softmax_step<kTokens>(s, state, rescale, scale_log2);
   uint32_t p[kTokens / 4];
   pack_probabilities<Element, kTokens>(s, p);
-  exchange.acquire();
+  exchange.acquire(base);
   store_probabilities(base + kOffsetP, p);
   exchange.publish(base, rescale);
   if constexpr (Last) clear_tail(base, stage, 0, block, kv_end);
@@ -365,16 +374,16 @@ MLAFORGE_DEVICE void consume_left(smem_t base, const RowTile& tile, int kv_head,
     }
     float factor[2];
     finish_rows(o, tile, item, kv_head, state, factor);
-    exchange.acquire();
+    exchange.acquire(base);
     exchange.publish(base, factor);
     store_half(o, tile, item, kv_head, 0, acc, factor);
   }
-  exchange.finish();
 }
 
 MLAFORGE_DEVICE void consume_right(smem_t base, const RowTile& tile, int kv_head, const Output& o,
                                    WorkWalker<Policy> walk) {
   Ring ring;
+  Exchange exchange;
   float acc[kHalfV / 2];
   WorkItem item;
 #pragma unroll 1
@@ -387,8 +396,7 @@ MLAFORGE_DEVICE void consume_right(smem_t base, const RowTile& tile, int kv_head
 #pragma unroll 1
     for (int block = item.block_begin; block < end; ++block) {
       mbarrier_wait(full_bar(base, ring.stage), ring.phase);
-      named_barrier_sync(kFilledBarrier, 256);
-      read_factors(base, factor);
+      exchange.receive(base, factor);
       clear_tail(base, ring.stage, 1, block, kv_end);
       scale_rows(acc, factor);
       wgmma_fence_operand(acc);
@@ -402,13 +410,12 @@ MLAFORGE_DEVICE void consume_right(smem_t base, const RowTile& tile, int kv_head
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_fence_operand(acc);
-      named_barrier_arrive(kDrainedBarrier, 256);
+      exchange.give_back(base);
       release(empty_bar(base, ring.stage));
       ring.advance();
     }
-    named_barrier_sync(kFilledBarrier, 256);
-    read_factors(base, factor);
-    named_barrier_arrive(kDrainedBarrier, 256);
+    exchange.receive(base, factor);
+    exchange.give_back(base);
     store_half(o, tile, item, kv_head, 1, acc, factor);
   }
 }
@@ -450,6 +457,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
     mbarrier_init(q_full_bar(base), 1);
     mbarrier_init(q_empty_bar(base), 4);
+    mbarrier_init(filled_bar(base), 4);
+    mbarrier_init(drained_bar(base), 4);
     fence_mbarrier_init();
   }
   grid_launch_dependents();

@@ -260,11 +260,7 @@ def make_plan(spec: Spec) -> Plan:
         tile=tile,
         smem=SmemMap(layout.regions, layout.total, target.smem_per_block),
         mbarriers=_mbarriers(tile),
-        named_barriers=(
-            NamedBarrier("kFilledBarrier", 1, 1, 256, "P and the row factors of a tile are written"),
-            NamedBarrier("kDrainedBarrier", 2, 1, 256, "warpgroup 1 has read them"),
-            NamedBarrier("kTailBarrier", 3, 2, 128, "a warpgroup has cleared its half of a last tile"),
-        ),
+        named_barriers=(NamedBarrier("kTailBarrier", 1, 2, 128, "a warpgroup has cleared its half of a last tile"),),
         tensor_maps=(
             TensorMap("q_map", "q", ("d_qk", "s_q x heads_per_kv", "kv_heads", "b"), (64, rows, 1, 1), 128),
             TensorMap(
@@ -391,7 +387,7 @@ def _smem(spec: Spec, rows: int, tokens: int, stages: int, target: Target) -> _L
     place("K", "kOffsetK", stages * subtiles * tokens * line, f"{stages} stages of {tokens} tokens; V is in them")
     place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, f"probabilities of a tile, {rows} x {tokens}")
     place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled")
-    place("barriers", "kOffsetBarriers", 8 * (2 * stages + 2), "mbarriers: full and empty of each stage, then of Q")
+    place("barriers", "kOffsetBarriers", 8 * (2 * stages + 4), "mbarriers, in the order of the plan")
     # The schedule is worked out before the first P exists.
     scratch = SmemRegion("schedule", "kOffsetSchedule", regions[2].offset, 4 * (384 // 32 + 2), "prefix sums", "P")
     total = regions[-1].offset + regions[-1].size
@@ -417,4 +413,6 @@ def _mbarriers(tile: Tile) -> tuple[Mbarrier, ...]:
         Mbarrier("empty", tile.stages, 8, 0, "the 8 consumer warps have read it"),
         Mbarrier("q_full", 1, 1, tile.subtiles * tile.rows * line, "Q has landed"),
         Mbarrier("q_empty", 1, 4, 0, "the 4 warps that read Q have finished with it"),
+        Mbarrier("filled", 1, 4, 0, "warpgroup 0 has written P and the row factors of a tile"),
+        Mbarrier("drained", 1, 4, 0, "warpgroup 1 has read them"),
     )

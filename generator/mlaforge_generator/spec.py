@@ -14,7 +14,17 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from .errors import Problem, SpecError
 from .yaml_source import KeyPath, Origin, Source, parse_yaml, read_bytes, shown
@@ -26,6 +36,16 @@ _LayerCount = Annotated[int, Field(ge=1, le=10_000)]
 _Factor = Annotated[float, Field(ge=1, le=1_000_000)]
 _MScale = Annotated[float, Field(ge=0, le=100)]
 _StageCount = Annotated[int, Field(ge=1, le=8)]
+
+
+def _exact_type(value: object) -> object:
+    """Refuse true for 1 and 64.0 for 64, which pydantic takes for equal to a Literal even when it is strict."""
+    if type(value) not in (int, str):
+        raise PydanticCustomError("exact_type", "must be an integer or text")
+    return value
+
+
+_Listed = BeforeValidator(_exact_type)
 
 
 class _Part(BaseModel):
@@ -91,7 +111,9 @@ class Cache(_Part):
     """The paged cache of latents."""
 
     dtype: Literal["bf16", "fp16"] = Field(default="bf16", description="Type of an element of the cache and of q.")
-    page_size: Literal[1, 16, 32, 64, 128] = Field(default=64, description="Tokens in one page of the cache.")
+    page_size: Annotated[Literal[1, 16, 32, 64, 128], _Listed] = Field(
+        default=64, description="Tokens in one page of the cache."
+    )
 
 
 class Decode(_Part):
@@ -100,10 +122,12 @@ class Decode(_Part):
     schedule: Literal["auto", "plain"] = Field(
         default="auto", description="Which arrangement of warps, loads and multiplications is used."
     )
-    tile_rows: Literal["auto", 64] = Field(
+    tile_rows: Annotated[Literal["auto", 64], _Listed] = Field(
         default="auto", description="Rows (heads times query tokens) that one thread block works on."
     )
-    tile_tokens: Literal[64] = Field(default=64, description="Cached tokens in one step of a thread block.")
+    tile_tokens: Annotated[Literal[64], _Listed] = Field(
+        default=64, description="Cached tokens in one step of a thread block."
+    )
     stages: Literal["auto"] | _StageCount = Field(
         default="auto", description="Token tiles held in shared memory at once, so that loads run ahead."
     )

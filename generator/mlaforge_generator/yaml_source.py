@@ -46,7 +46,8 @@ _OTHER_INT = re.compile(
 )
 
 _LINE_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")
-_FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# What YAML calls printable, less the byte-order mark: it can't be seen, and PyYAML doesn't count it in columns.
+_FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
@@ -175,7 +176,7 @@ def _decode(data: str | bytes, filename: str) -> str:
     text = data if isinstance(data, str) else _decode_utf8(data, filename)
     text = text.removeprefix("\ufeff")
     if bad := _FORBIDDEN.search(text):
-        message = f"character U+{ord(bad.group()):04X} is not allowed in YAML; remove it"
+        message = f"character U+{ord(bad.group()):04X} is not allowed; remove it"
         _fail(filename, message, _position(text[: bad.start()]))
     return text
 

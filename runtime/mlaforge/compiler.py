@@ -4,6 +4,7 @@ Needs no GPU, no driver, no nvcc and no CUDA_HOME. NVRTC is loaded only when the
 only when a report asks for machine code.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -11,11 +12,10 @@ import json
 import os
 import re
 import subprocess
-import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -336,9 +336,8 @@ class _Job:
         include_path = [str(path) for path in (self.source.parent.absolute(), *self.toolchain.include_dirs)]
         code = self.closure[self.source.name].decode(errors="replace")
         log = io.StringIO()
-        with tempfile.TemporaryDirectory() as scratch:
-            times = Path(scratch) / "times.csv"
-            options = ProgramOptions(**self.program_options, include_path=include_path, time=str(times))
+        with _memory_file() as times:
+            options = ProgramOptions(**self.program_options, include_path=include_path, time=times)
             try:
                 cubin = bytes(Program(code, "c++", options).compile("cubin", logs=log).code)
             except Exception as error:
@@ -347,7 +346,7 @@ class _Job:
                     raise
                 raise CompileError(self.source, _log_in(str(error))) from None
             compiled = time.perf_counter()
-            phases = _phases(times)
+            phases = _phases(Path(times).read_text())
         text = log.getvalue().replace("\0", "").strip()
         kernels = _parse_log(text)
         if not kernels:
@@ -402,11 +401,20 @@ def _log_in(message: str) -> str:
     return message.partition("compilation log:")[2].replace("\0", "").strip() or message
 
 
-def _phases(times: Path) -> dict[str, float]:
+@contextlib.contextmanager
+def _memory_file(data: bytes = b"") -> Iterator[str]:
+    """Give the path of a file in memory, which lasts as long as the context: no disk need take writes to compile."""
+    with open(os.memfd_create("mlaforge"), "wb") as file:
+        file.write(data)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def _phases(table: str) -> dict[str, float]:
     """Read the table of NVRTC's --time, whose lines are: file, phase, number, ms."""
     names = {"CUDA C++ Frontend": "front end", "NVVM Optimizer": "optimizer", "PTX Translation": "ptxas"}
     phases: dict[str, float] = {}
-    for line in times.read_text().splitlines() if times.is_file() else []:
+    for line in table.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == 4 and cells[1] in names and cells[3] == "ms":
             phases[names[cells[1]]] = float(cells[2]) / 1000
@@ -443,9 +451,7 @@ def _parse_log(log: str) -> list[KernelReport]:
 
 def _count_instructions(cubin: bytes) -> dict[str, dict[str, int]]:
     """Count the machine instructions of each entry point by opcode."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "kernel.cubin"
-        path.write_bytes(cubin)
+    with _memory_file(cubin) as path:
         result = subprocess.run([find_nvdisasm(), "-c", path], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise ToolchainError(f"nvdisasm does not read the cubin: {result.stderr.strip()}")

@@ -1,0 +1,165 @@
+"""NVRTC without a GPU: every shipped kernel compiles as it should, and what fails says where."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+import mlaforge
+from mlaforge.cache import KernelCache
+from mlaforge.compiler import CompiledKernel, CompileError, cache_key, compile_kernel, compile_many
+from mlaforge_generator.plan import make_plan
+from mlaforge_generator.render import render
+from mlaforge_generator.spec import Spec
+from strategies import specs
+
+ROOT = Path(__file__).parents[1]
+GENERATED = ROOT / "generated"
+FOLDERS = sorted(path.parent for path in GENERATED.glob("*/manifest.json"))
+
+TOY = """
+#include "half.cuh"
+extern "C" __global__ void toy(float* x) { x[threadIdx.x] = half_of(x[threadIdx.x]); }
+"""
+HALF = "__device__ float half_of(float x) { return x * 0.5f; }\n"
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    (tmp_path / "half.cuh").write_text(HALF)
+    (tmp_path / "toy.cu").write_text(TOY)
+    return tmp_path / "toy.cu"
+
+
+@functools.cache
+def compiled(source: Path) -> CompiledKernel:
+    return compile_kernel(source).with_sass()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_shipped_decode_kernel(folder: Path) -> None:
+    kernel = compiled(folder / "decode.cu")
+    report = kernel.kernels["mla_decode"]
+    assert not report.serialized and not kernel.warnings
+    assert report.spill_stores == report.spill_loads == report.stack_frame == 0
+    # 384 threads share 65,536 registers in pieces of 8; setmaxnreg moves them afterwards.
+    assert report.registers == 168
+    assert report.static_smem == 0
+    assert report.sass is not None
+    d_qk, d_v = mlaforge.read_manifest(folder).d_qk, mlaforge.read_manifest(folder).d_v
+    # Scores of the first tile and of the others, and P V of a last tile, of the others and of warpgroup 1.
+    assert report.sass["HGMMA"] == 2 * d_qk // 16 + 3 * 4, (d_qk, d_v)
+    assert report.sass["UTMALDG"] >= 2
+    assert report.sass["USETMAXREG"] == 3
+    assert report.sass.get("LDL", 0) == report.sass.get("STL", 0) == 0
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_shipped_combine_kernel(folder: Path) -> None:
+    kernel = compiled(folder / "combine.cu")
+    report = kernel.kernels["mla_combine"]
+    assert report.spill_stores == report.spill_loads == report.stack_frame == 0
+    assert not kernel.warnings
+
+
+@settings(max_examples=6)
+@given(spec=specs())
+def test_every_plannable_spec_compiles(spec: Spec) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in render(make_plan(spec)).items():
+            (Path(folder) / name).write_text(text)
+        kernel = compile_kernel(Path(folder) / "decode.cu", cache=KernelCache(None))
+        report = kernel.kernels["mla_decode"]
+        assert report.spill_stores == report.spill_loads == 0 and not report.serialized
+
+
+def test_error_names_the_line_and_is_not_kept(toy: Path, tmp_path: Path) -> None:
+    cache = KernelCache(tmp_path / "cache")
+    toy.write_text(TOY + "\nint broken = ;\n")
+    for _ in range(2):
+        with pytest.raises(CompileError, match=r"toy\.cu\(5\): error") as caught:
+            compile_kernel(toy, cache=cache)
+        assert "broken" in caught.value.log
+    assert not list((tmp_path / "cache").glob("*.cubin"))
+    toy.write_text(TOY)
+    assert not compile_kernel(toy, cache=cache).cache_hit
+    assert compile_kernel(toy, cache=cache).cache_hit
+
+
+def test_key_follows_content_and_nothing_else(toy: Path, tmp_path: Path) -> None:
+    key = cache_key(toy)
+    elsewhere = tmp_path / "another" / "place"
+    shutil.copytree(toy.parent, elsewhere, ignore=shutil.ignore_patterns("another"))
+    assert cache_key(elsewhere / "toy.cu") == key
+    # A header edited with its time stamp put back is a different header.
+    header = toy.parent / "half.cuh"
+    before = header.stat()
+    header.write_text(HALF.replace("0.5f", "0.4f"))
+    os.utime(header, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert cache_key(toy) != key
+    header.write_text(HALF)
+    assert cache_key(toy) == key
+    assert cache_key(toy, arch="sm_90") != key
+
+
+def test_missing_header_is_a_compile_error(toy: Path) -> None:
+    (toy.parent / "half.cuh").unlink()
+    with pytest.raises((CompileError, OSError), match=r"half\.cuh"):
+        compile_kernel(toy, cache=KernelCache(None))
+
+
+def test_compile_many_keeps_the_order(toy: Path, tmp_path: Path) -> None:
+    other = toy.parent / "other.cu"
+    other.write_text(TOY.replace("toy", "other"))
+    kernels = compile_many([other, toy], workers=2, cache=KernelCache(tmp_path / "cache"))
+    assert [kernel.entries for kernel in kernels] == [("other",), ("toy",)]
+
+
+def test_cold_compile_is_faster_than_an_empty_kernel_on_cute_tensor(tmp_path: Path) -> None:
+    """The bound that the project sets itself, in one process."""
+    empty = tmp_path / "empty.cu"
+    empty.write_text('#include <cute/tensor.hpp>\nextern "C" __global__ void empty() {}\n')
+    decode = GENERATED / "deepseek_v3" / "decode.cu"
+    none = KernelCache(None)
+    compile_kernel(GENERATED / "deepseek_v3" / "combine.cu", cache=none)  # loads NVRTC
+    seconds = {}
+    for source in (decode, empty):
+        start = time.perf_counter()
+        try:
+            compile_kernel(source, cache=none)
+        except CompileError:
+            pytest.skip("cute/tensor.hpp does not compile with these headers")
+        seconds[source.name] = time.perf_counter() - start
+    assert seconds["decode.cu"] <= seconds["empty.cu"], seconds
+
+
+WARM = """
+import sys, time
+from pathlib import Path
+import mlaforge.compiler
+start = time.perf_counter()
+kernel = mlaforge.compiler.compile_kernel(Path(sys.argv[1]))
+seconds = time.perf_counter() - start
+assert kernel.cache_hit and kernel.cubin
+assert not any(name.startswith("cuda.core") for name in sys.modules)
+print(seconds)
+"""
+
+
+def test_warm_load_takes_less_than_50_ms_in_a_new_process(tmp_path: Path) -> None:
+    environment = {**os.environ, "MLAFORGE_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "runtime")}
+    source = GENERATED / "deepseek_v3" / "decode.cu"
+    compile_kernel(source, cache=KernelCache(tmp_path))
+    command = [sys.executable, "-c", WARM, str(source)]
+    seconds = [float(subprocess.check_output(command, env=environment, text=True)) for _ in range(5)]
+    assert min(seconds) < 0.05, seconds
