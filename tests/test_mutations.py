@@ -49,18 +49,18 @@ WRONG = "out: "
 
 MUTATIONS = (
     # Fences
-    Mutation("no proxy fence behind P", "    fence_proxy_async();\n    __syncwarp();\n", "    __syncwarp();\n", "no fence.proxy.async"),
+    Mutation("no proxy fence behind P", "    fence_proxy_async();\n    mbarrier_arrive(filled", "    mbarrier_arrive(filled", "no fence.proxy.async"),
     Mutation("no proxy fence behind the cleared tail", "    fence_proxy_async();\n", "", "no fence.proxy.async", behind="void clear_tail("),
     Mutation("no fence of the mbarriers' initialisation", "    fence_mbarrier_init();\n", "", "not visible to TMA"),
     Mutation("no wgmma fence", "  wgmma_fence();\n  const uint64_t v = values_descriptor(base, stage, 0)", "  const uint64_t v = values_descriptor(base, stage, 0)", "without a wgmma fence"),
     # Barriers and their counts
-    Mutation("P is not announced", "    release(filled_bar(base));\n", "", DEADLOCK),
+    Mutation("P is not announced", "    mbarrier_arrive(filled_bar(base));\n", "", DEADLOCK),
     Mutation("warpgroup 1 does not wait for P", "    mbarrier_wait(filled_bar(base), phase);\n", "", RACE),
-    Mutation("a warp announces P before its lanes have written it", "    fence_proxy_async();\n    __syncwarp();\n", "    fence_proxy_async();\n", RACE),
+    Mutation("P is announced before it is fenced", "    fence_proxy_async();\n    mbarrier_arrive(filled_bar(base));\n", "    mbarrier_arrive(filled_bar(base));\n    fence_proxy_async();\n", RACE),
     Mutation("P is overwritten before it was read", "{ mbarrier_wait(drained_bar(base), phase ^ 1); }", "{}", RACE),
-    Mutation("P is given back before all lanes have read the factors", "    __syncwarp();\n    release(drained_bar(base));", "    release(drained_bar(base));", RACE),
+    Mutation("P is given back before its product is done", "      wgmma_wait<0>();\n      wgmma_fence_operand(acc);\n      exchange.give_back(base);\n", "      exchange.give_back(base);\n      wgmma_wait<0>();\n      wgmma_fence_operand(acc);\n", RACE),
     Mutation("a named barrier of half its threads", "    named_barrier_sync(kTailBarrier + half, 128);\n", "    named_barrier_sync(kTailBarrier + half, 64 + 32 * (warp_id() & 1));\n", "threads expected"),
-    Mutation("P counts as written when three warps have written it", "mbarrier_init(filled_bar(base), 4)", "mbarrier_init(filled_bar(base), 3)", ""),
+    Mutation("P counts as written when one thread has not written it", "mbarrier_init(filled_bar(base), 128)", "mbarrier_init(filled_bar(base), 127)", ""),
     Mutation("a stage is free one warp early", "mbarrier_init(empty_bar(base, stage), 8)", "mbarrier_init(empty_bar(base, stage), 7)", RACE),
     Mutation("a stage waits for one warp too many", "mbarrier_init(empty_bar(base, stage), 8)", "mbarrier_init(empty_bar(base, stage), 9)", DEADLOCK),
     Mutation("Q is free when one warp has read it", "mbarrier_init(q_empty_bar(base), 4)", "mbarrier_init(q_empty_bar(base), 1)", ""),

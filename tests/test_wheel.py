@@ -18,8 +18,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel and install it, without its dependencies, into a folder of its own."""
     dist = tmp_path_factory.mktemp("dist")
     target = tmp_path_factory.mktemp("site")
-    build = "import os, sys\nfrom hatchling.build import build_wheel\nos.chdir(sys.argv[1])\nprint(build_wheel(sys.argv[2]))"
-    name = subprocess.check_output([sys.executable, "-c", build, str(ROOT), str(dist)], text=True).split()[-1]
+    build = "import sys\nfrom hatchling.build import build_wheel\nprint(build_wheel(sys.argv[1]))"
+    name = subprocess.check_output([sys.executable, "-c", build, str(dist)], cwd=ROOT, text=True).split()[-1]
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", target, dist / name],
         check=True,

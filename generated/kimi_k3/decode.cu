@@ -261,6 +261,7 @@ MLAFORGE_DEVICE void finish_rows(const Output& o, const RowTile& tile, const Wor
 }
 
 // The exchange of a tile's probabilities and row factors: warpgroup 0 fills, warpgroup 1 drains, one tile at a time.
+// Every thread arrives for itself: an arrival releases what its own thread wrote or read.
 struct Exchange {
   int phase = 0;
 
@@ -274,8 +275,7 @@ struct Exchange {
       store_shared_f32(base + kOffsetFactors + 4 * accumulator_row(1), factor[1]);
     }
     fence_proxy_async();
-    __syncwarp();
-    release(filled_bar(base));
+    mbarrier_arrive(filled_bar(base));
     phase ^= 1;
   }
 
@@ -288,8 +288,7 @@ struct Exchange {
 
   // Warpgroup 1: has read P and the factors.
   MLAFORGE_DEVICE void give_back(smem_t base) {
-    __syncwarp();
-    release(drained_bar(base));
+    mbarrier_arrive(drained_bar(base));
     phase ^= 1;
   }
 };
@@ -457,8 +456,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
     mbarrier_init(q_full_bar(base), 1);
     mbarrier_init(q_empty_bar(base), 4);
-    mbarrier_init(filled_bar(base), 4);
-    mbarrier_init(drained_bar(base), 4);
+    mbarrier_init(filled_bar(base), 128);
+    mbarrier_init(drained_bar(base), 128);
     fence_mbarrier_init();
   }
   grid_launch_dependents();

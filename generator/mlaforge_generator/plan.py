@@ -413,6 +413,6 @@ def _mbarriers(tile: Tile) -> tuple[Mbarrier, ...]:
         Mbarrier("empty", tile.stages, 8, 0, "the 8 consumer warps have read it"),
         Mbarrier("q_full", 1, 1, tile.subtiles * tile.rows * line, "Q has landed"),
         Mbarrier("q_empty", 1, 4, 0, "the 4 warps that read Q have finished with it"),
-        Mbarrier("filled", 1, 4, 0, "warpgroup 0 has written P and the row factors of a tile"),
-        Mbarrier("drained", 1, 4, 0, "warpgroup 1 has read them"),
+        Mbarrier("filled", 1, 128, 0, "warpgroup 0 has written P and the row factors of a tile"),
+        Mbarrier("drained", 1, 128, 0, "warpgroup 1 has read them"),
     )
