@@ -1,6 +1,7 @@
 """The disk cache: what it keeps, what it refuses, and what it survives. Kernels are stood in for by bytes."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -202,6 +203,24 @@ def test_lock_file_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     assert (tmp_path / f"{KEY}.lock").exists()
     assert finish(ask(tmp_path, tmp_path), 10) == "built"
     assert not (tmp_path / f"{KEY}.lock").exists()
+
+
+def test_lock_on_a_removed_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lock"
+    real = fcntl.flock
+
+    def lock_too_late(descriptor: int, operation: int) -> None:
+        """As if the holder let go, and removed the file, between our opening it and our locking it."""
+        path.unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_too_late)
+    assert cache_module._try_lock(path) is None
+    monkeypatch.undo()
+    descriptor = cache_module._try_lock(path)
+    assert descriptor is not None
+    assert cache_module._try_lock(path) is None
+    os.close(descriptor)
 
 
 def test_lock_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,11 +72,11 @@ class KernelReport:
     static_smem: int
     """Bytes of shared memory beside the dynamic ones of the launch."""
     stack_frame: int
-    """Bytes of local memory of a thread."""
+    """Bytes of local memory of a thread, functions called included."""
     spill_stores: int
-    """Bytes."""
+    """Bytes, functions called included."""
     spill_loads: int
-    """Bytes."""
+    """Bytes, functions called included."""
     warnings: tuple[str, ...] = ()
     """The assembler's remarks on this entry point, e.g. C7510 and its like: WGMMA instructions serialised."""
     sass: Mapping[str, int] | None = None
@@ -139,11 +139,11 @@ class CompiledKernel:
 _SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized")
 _WARNING = re.compile(r"\bwarning\b[^:]*:|^\s*ptxas info\s*: \(C\d+\)")
 _COMPILING = re.compile(r"^ptxas info\s*: Compiling entry function '(?P<entry>[^']+)'")
-_PROPERTIES = re.compile(r"^ptxas info\s*: Function properties for (?P<function>\S+)")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"^ptxas info\s*: Used (?P<registers>\d+) registers")
 _BARRIERS = re.compile(r"used (\d+) barriers")
 _SMEM = re.compile(r"(\d+) bytes smem")
+_STACK = re.compile(r"(\d+) bytes cumulative stack size")
 _INCLUDE = re.compile(
     r"""^[ \t]*\#[ \t]*include[ \t]*(?:"(?P<quoted>[^"\n]+)"|<(?P<angled>[^>\n]+)>|(?P<macro>[^\s"<].*))""",
     re.MULTILINE,
@@ -422,26 +422,24 @@ def _phases(table: str) -> dict[str, float]:
 
 
 def _parse_log(log: str) -> list[KernelReport]:
-    """Read the assembler's -v report of each entry point."""
+    """Read the assembler's -v report, where each entry point is followed by the functions that it calls."""
     kernels: dict[str, dict[str, Any]] = {}
-    entry = function = ""
+    numbers: dict[str, Any] = {}
     for line in log.splitlines():
         if match := _COMPILING.search(line):
-            entry = match["entry"]
-            kernels[entry] = {"entry": entry}
-        elif match := _PROPERTIES.search(line):
-            function = match["function"]
-        elif (match := _FRAME.search(line)) and entry and function == entry:
-            kernels[entry] |= dict(
-                zip(("stack_frame", "spill_stores", "spill_loads"), map(int, match.groups()), strict=True)
-            )
-        elif (match := _USED.search(line)) and entry:
-            barriers, smem = _BARRIERS.search(line), _SMEM.search(line)
-            kernels[entry] |= {
-                "registers": int(match["registers"]),
-                "barriers": int(barriers[1]) if barriers else 0,
-                "static_smem": int(smem[1]) if smem else 0,
-            }
+            numbers = {"entry": match["entry"], "stack_frame": 0, "spill_stores": 0, "spill_loads": 0}
+            kernels[match["entry"]] = numbers
+        elif (match := _FRAME.search(line)) and numbers:
+            frame, stores, loads = map(int, match.groups())
+            numbers["stack_frame"] = max(numbers["stack_frame"], frame)
+            numbers["spill_stores"] += stores
+            numbers["spill_loads"] += loads
+        elif (match := _USED.search(line)) and numbers:
+            barriers, smem, stack = _BARRIERS.search(line), _SMEM.search(line), _STACK.search(line)
+            numbers["registers"] = int(match["registers"])
+            numbers["barriers"] = int(barriers[1]) if barriers else 0
+            numbers["static_smem"] = int(smem[1]) if smem else 0
+            numbers["stack_frame"] = max(numbers["stack_frame"], int(stack[1]) if stack else 0)
     remarks = [line.strip() for line in log.splitlines() if line.startswith("ptxas") and _WARNING.search(line)]
     return [
         KernelReport(**values, warnings=tuple(remark for remark in remarks if f"'{name}'" in remark))
