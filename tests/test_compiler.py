@@ -125,6 +125,14 @@ def test_compile_many_keeps_the_order(toy: Path, tmp_path: Path) -> None:
     assert [kernel.entries for kernel in kernels] == [("other",), ("toy",)]
 
 
+def test_compile_many_takes_more_files_than_a_worker_lives_for(toy: Path, tmp_path: Path) -> None:
+    sources = [toy.parent / f"toy{i}.cu" for i in range(11)]
+    for i, source in enumerate(sources):
+        source.write_text(TOY.replace("toy", f"toy{i}"))
+    kernels = compile_many(sources, workers=2, cache=KernelCache(tmp_path / "cache"))
+    assert [kernel.entries for kernel in kernels] == [(f"toy{i}",) for i in range(11)]
+
+
 def test_cold_compile_is_faster_than_an_empty_kernel_on_cute_tensor(tmp_path: Path) -> None:
     """The bound that the project sets itself, in one process."""
     empty = tmp_path / "empty.cu"

@@ -218,19 +218,28 @@ def compile_many(
     if len(misses) == 1:
         done[misses[0]] = jobs[misses[0]].run(cache)
     elif misses:
-        import concurrent.futures
-        import multiprocessing
-
-        count = min(len(misses), workers or len(os.sched_getaffinity(0)))
-        with concurrent.futures.ProcessPoolExecutor(
-            count, multiprocessing.get_context("spawn"), max_tasks_per_child=_COMPILES_PER_WORKER
-        ) as pool:
-            futures = {source: pool.submit(_compile, source, arch, options, cache) for source in misses}
-            concurrent.futures.wait(futures.values())
-        done |= {source: future.result() for source, future in futures.items()}
+        done |= _compile_in_processes(misses, workers, arch, options, cache)
     for kernel in done.values():
         _surface(kernel)
     return [done[source] for source in sources]
+
+
+def _compile_in_processes(
+    sources: Sequence[Path], workers: int | None, arch: str, options: CompileOptions, cache: KernelCache
+) -> dict[Path, CompiledKernel]:
+    import concurrent.futures
+    import multiprocessing
+
+    count = min(len(sources), workers or len(os.sched_getaffinity(0)))
+    context = multiprocessing.get_context("spawn")
+    # Workers are replaced by taking a new pool for each batch: max_tasks_per_child can hang before Python 3.13.
+    batch = count * _COMPILES_PER_WORKER
+    futures = {}
+    for start in range(0, len(sources), batch):
+        with concurrent.futures.ProcessPoolExecutor(count, context) as pool:
+            for source in sources[start : start + batch]:
+                futures[source] = pool.submit(_compile, source, arch, options, cache)
+    return {source: future.result() for source, future in futures.items()}
 
 
 def source_closure(source: Path) -> dict[str, bytes]:
