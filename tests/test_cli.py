@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -369,7 +368,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Decoders:
 def test_verify_needs_a_gpu(no_gpu: None) -> None:
     result = run("verify", "deepseek_v3")
     assert result.exit_code == 4 and result.stdout == ""
-    assert result.stderr == "no CUDA GPU found; the kernels can't run here\n"
+    assert result.stderr == (
+        "no CUDA GPU found; the kernels can't run here, but `--device sim` runs their text on the CPU\n"
+    )
 
 
 def test_verify_needs_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +417,7 @@ def test_verify_fails_with_a_line_that_replays(on_cpu: Decoders) -> None:
 def test_verify_compile_errors(on_cpu: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlaforge.compiler import CompileError
 
-    def load(folder: Path) -> None:
+    def load(folder: Path, **_options: object) -> None:
         raise CompileError(folder / "decode.cu", "decode.cu(3): error: no")
 
     monkeypatch.setitem(mlaforge.__dict__, "load", load)
@@ -425,18 +426,35 @@ def test_verify_compile_errors(on_cpu: Decoders, monkeypatch: pytest.MonkeyPatch
 
 
 def test_make_without_a_gpu(no_gpu: None, tmp_path: Path) -> None:
-    result = run("make", "deepseek_v3", "-o", tmp_path)
+    result = run("make", "deepseek_v3", "-o", tmp_path, "--examples", "3")
     assert result.exit_code == 0 and result.stderr == ""
     assert result.stdout.startswith("deepseek_v3: d_qk 576, d_v 512, 128 heads")
     assert (tmp_path / "deepseek_v3" / "manifest.json").is_file()
     assert "mla_decode" in result.stdout and "absorption: " in result.stdout
-    assert result.stdout.splitlines()[-1] == (
-        "no CUDA GPU found: the kernels were compiled but not run, so their results are not verified here"
-    )
+    assert "no CUDA GPU found: the kernels were compiled for it" in result.stdout
+    assert result.stdout.splitlines()[-1] == "all 3 problems accepted"
+
+
+def test_verify_under_the_simulator() -> None:
+    result = run("verify", "minicpm3", "--device", "sim", "--mode", "lazy", "--problem", "lengths=70 h_q=16")
+    assert result.exit_code == 0 and "all 1 problems accepted" in result.stdout
+
+
+def test_failure_under_the_simulator_replays_with_its_schedule(
+    on_cpu: Decoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu.fault = "base-2 lse"
+    schedule = ("--device", "sim", "--mode", "lazy", "--schedule-seed", "7")
+    result = run("verify", "minicpm3", *schedule, "--examples", "20", "--max-tokens", "300")
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("reproduce: ")]
+    assert line.endswith(" ".join(schedule))
 
 
 def test_make_with_one(on_cpu: Decoders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cli, "_Run", functools.partial(cli._Run, max_tokens=300, device="cpu"))
+    of_make = cli._Run
+    monkeypatch.setattr(
+        cli, "_Run", lambda seed, examples, device: of_make(seed, examples, max_tokens=300, device="cpu")
+    )
     result = run("make", "minicpm3", "-o", tmp_path, "--examples", "4")
     assert result.exit_code == 0 and "all 4 problems accepted" in result.stdout
     on_cpu.fault = "empty row not zero"

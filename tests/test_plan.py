@@ -161,7 +161,7 @@ kernels:
 @pytest.mark.parametrize(
     ("values", "line", "field", "words"),
     [
-        ({"stages": 3}, 10, "kernels.decode.stages", ("303,424 B", "232,448 B", "lower stages to 2")),
+        ({"stages": 3}, 10, "kernels.decode.stages", ("303,440 B", "232,448 B", "lower stages to 2")),
         ({"stages": 8}, 10, "kernels.decode.stages", ("lower stages to 2",)),
         ({"rank": 520}, 4, "model.kv_lora_rank", ("128, 256, 384, 512", "520")),
         ({"rope": 24}, 6, "model.qk_rope_head_dim", ("multiple of 16", "use 16 or 32")),

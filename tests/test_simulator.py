@@ -94,6 +94,35 @@ def test_same_seed_same_run(mode: str, tmp_path: Path) -> None:
     assert other[1] != first[1] and other[0] == first[0]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_same_results_as_on_a_gpu(folder: Path) -> None:
+    """Both multiply exactly and add in float32; only the order of the sums and the last bit of exp2 may differ."""
+    here, there = simulated(folder), mlaforge.load(folder)
+    sms = there.backend.sm_count(torch.device("cuda", 0))
+    for seed, problem in enumerate(
+        (
+            Problem(lengths=(130, 0, 1), h_q=16, seed=1),
+            Problem(lengths=(2, 70), s_q=3, h_q=20, causal=True, q_gain=32, seed=2),
+            Problem(lengths=(1500,), h_q=64, seed=3),
+        )
+    ):
+        inputs = make_inputs(problem, here.manifest, "cpu")
+        arguments = (inputs.q, inputs.kv_cache, inputs.block_table, inputs.cache_seqlens)
+        # The same multiprocessors: the same split, the same merge.
+        here.backend.options = SimulatorOptions(seed=seed, sms=sms)
+        out, lse = here.decode(*arguments, causal=problem.causal)
+        on_gpu = there.decode(*(tensor.cuda() for tensor in arguments), causal=problem.causal)
+        gpu_out, gpu_lse = on_gpu[0].cpu(), on_gpu[1].cpu()
+        assert torch.equal(lse.isinf(), gpu_lse.isinf())
+        finite = lse.isfinite()
+        torch.testing.assert_close(lse[finite], gpu_lse[finite], atol=4e-6 * problem.q_gain, rtol=2e-6)
+        # P is rounded to 16 bits after an exp2 that may differ in its last bit: a unit of the output's type, no more.
+        torch.testing.assert_close(out, gpu_out, atol=2e-5, rtol=2**-7)
+        different = float((out != gpu_out).double().mean())
+        assert different < 0.05, f"{different:.1%} of the elements differ in their last bit"
+
+
 def test_input_out_of_bounds_is_reported() -> None:
     mla = simulated(GENERATED / "deepseek_v3")
     inputs = make_inputs(Problem(lengths=(200,), h_q=16), mla.manifest, "cpu")
