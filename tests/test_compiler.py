@@ -54,9 +54,9 @@ def test_shipped_decode_kernel(folder: Path) -> None:
     assert report.registers == 168
     assert report.static_smem == 0
     assert report.sass is not None
-    d_qk, d_v = mlaforge.read_manifest(folder).d_qk, mlaforge.read_manifest(folder).d_v
-    # Scores of the first tile and of the others, and P V of a last tile, of the others and of warpgroup 1.
-    assert report.sass["HGMMA"] == 2 * d_qk // 16 + 3 * 4, (d_qk, d_v)
+    d_qk = mlaforge.read_manifest(folder).d_qk
+    # Scores of the first tile and of the others; P V of either warpgroup.
+    assert report.sass["HGMMA"] == 2 * d_qk // 16 + 2 * 4
     assert report.sass["UTMALDG"] >= 2
     assert report.sass["USETMAXREG"] == 3
     assert report.sass.get("LDL", 0) == report.sass.get("STL", 0) == 0
@@ -142,12 +142,13 @@ def test_cold_compile_is_faster_than_an_empty_kernel_on_cute_tensor(tmp_path: Pa
     compile_kernel(GENERATED / "deepseek_v3" / "combine.cu", cache=none)  # loads NVRTC
     seconds = {}
     for source in (decode, empty):
-        start = time.perf_counter()
+        # Of this process alone: what else the machine does is not the compiler's fault.
+        start = time.process_time()
         try:
             compile_kernel(source, cache=none)
         except CompileError:
             pytest.skip("cute/tensor.hpp does not compile with these headers")
-        seconds[source.name] = time.perf_counter() - start
+        seconds[source.name] = time.process_time() - start
     assert seconds["decode.cu"] <= seconds["empty.cu"], seconds
 
 

@@ -117,8 +117,8 @@ def test_same_results_as_on_a_gpu(folder: Path) -> None:
         assert torch.equal(lse.isinf(), gpu_lse.isinf())
         finite = lse.isfinite()
         torch.testing.assert_close(lse[finite], gpu_lse[finite], atol=4e-6 * problem.q_gain, rtol=2e-6)
-        # P is rounded to 16 bits after an exp2 that may differ in its last bit: a unit of the output's type, no more.
-        torch.testing.assert_close(out, gpu_out, atol=2e-5, rtol=2**-7)
+        # P is rounded to 16 bits after an exp2 that may differ in its last bit: 2^-9 of values of about 0.1.
+        torch.testing.assert_close(out, gpu_out, atol=3e-4, rtol=2**-7)
         different = float((out != gpu_out).double().mean())
         assert different < 0.05, f"{different:.1%} of the elements differ in their last bit"
 

@@ -47,8 +47,8 @@ constexpr int kQSubtileBytes = kRows * 128;
 // ---- Threads -----------------------------------------------------------------------------------------------------
 constexpr int kThreads = 384;
 constexpr int kProducerWarp = 8;
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 56;
+constexpr int kConsumerRegisters = 224;
 constexpr int kTailBarrier = 1;  // 128 threads: a warpgroup has cleared its half of a last tile
 
 using Policy = SchedulePolicy<kTokens, 5, 1, 3>;
@@ -294,10 +294,9 @@ struct Exchange {
 };
 
 // One tile of warpgroup 0: scores are in `s` on entry, those of the next tile on exit (unless this is the last).
-template <bool Last>
 MLAFORGE_DEVICE void left_step(smem_t base, Ring& ring, Exchange& exchange, float (&s)[kTokens / 2],
                                float (&acc)[kHalfV / 2], RowState& state, int block, int kv_end, const int (&border)[2],
-                               bool mask, float scale_log2) {
+                               bool mask, bool last, float scale_log2) {
   const int stage = ring.stage;
   if (mask) mask_scores<kTokens>(s, block * kTokens, border);
   float rescale[2];
@@ -307,7 +306,7 @@ MLAFORGE_DEVICE void left_step(smem_t base, Ring& ring, Exchange& exchange, floa
   exchange.acquire(base);
   store_probabilities(base + kOffsetP, p);
   exchange.publish(base, rescale);
-  if constexpr (Last) clear_tail(base, stage, 0, block, kv_end);
+  if (last) clear_tail(base, stage, 0, block, kv_end);
   scale_rows(acc, rescale);
 
   wgmma_fence_operand(acc);
@@ -317,7 +316,7 @@ MLAFORGE_DEVICE void left_step(smem_t base, Ring& ring, Exchange& exchange, floa
   for (int k = 0; k < kTokens / 16; ++k) wgmma_rs_mn<Element, kHalfV>(acc, p + 4 * k, wgmma_advance(v, k * 2048));
   wgmma_commit();
   ring.advance();
-  if constexpr (!Last) {
+  if (!last) {
     mbarrier_wait(full_bar(base, ring.stage), ring.phase);
     wgmma_fence_operand(s);
     wgmma_fence();
@@ -362,14 +361,13 @@ MLAFORGE_DEVICE void consume_left(smem_t base, const RowTile& tile, int kv_head,
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_fence_operand(s);
-      int block = item.block_begin;
 #pragma unroll 1
-      for (; block < end - 1; ++block) {
+      for (int block = item.block_begin; block < end; ++block) {
+        const bool last = block + 1 == end;
         const bool mask = (block + 1) * kTokens > first_border;
-        left_step<false>(base, ring, exchange, s, acc, state, block, kv_end, border, mask, scale_log2);
+        if (last) release(q_empty_bar(base));
+        left_step(base, ring, exchange, s, acc, state, block, kv_end, border, mask, last, scale_log2);
       }
-      release(q_empty_bar(base));
-      left_step<true>(base, ring, exchange, s, acc, state, block, kv_end, border, true, scale_log2);
     }
     float factor[2];
     finish_rows(o, tile, item, kv_head, state, factor);

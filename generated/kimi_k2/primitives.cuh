@@ -28,6 +28,7 @@ using smem_t = uint32_t;
 
 struct Bf16 {};
 struct Fp16 {};
+struct E4m3 {};
 
 // Two float32, rounded to nearest even, as one register; `lo` lands in the low half (the lower address).
 template <class Element>
@@ -162,6 +163,43 @@ MLAFORGE_DEVICE void store_global_v4(void* p, uint32_t x, uint32_t y, uint32_t z
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
+// Adds to a word that other blocks add to, and returns what it was. `acq_rel` also orders: what this thread did or has seen
+// before is seen by whoever reads the sum this way afterwards. Relaxed needs a fence_gpu() before (to hand over) and behind
+// (to take over).
+MLAFORGE_DEVICE int32_t atomic_add_acq_rel(int32_t* p, int32_t v) {
+  int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before;
+}
+MLAFORGE_DEVICE int32_t atomic_add_relaxed(int32_t* p, int32_t v) {
+  int32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before;
+}
+// Reads such a word and takes over what its adders handed over.
+MLAFORGE_DEVICE int32_t load_global_acquire(const int32_t* p) {
+  int32_t v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+// Orders this thread's accesses of memory, and those it has seen, for every thread of the GPU.
+MLAFORGE_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Four 8x8 matrices of 16-bit elements to registers; lane i gives the address of row i%8 of matrix i/8, and gets of each
+// matrix two neighbours: row i/4, columns 2(i%4), +1. Transposed: column i/4, rows 2(i%4), +1.
+MLAFORGE_DEVICE void ldmatrix_x4(smem_t row, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
+MLAFORGE_DEVICE void ldmatrix_x4_transposed(smem_t row, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements from registers; lane i gives the address of row i%8 of matrix i/8.
 MLAFORGE_DEVICE void stmatrix_x4(smem_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1), "r"(m2),
@@ -236,6 +274,88 @@ MLAFORGE_DEVICE void tma_load_4d(const TensorMap& map, smem_t bar, smem_t dst, i
       : "memory");
 }
 
+// The same copy to every block of the cluster whose rank is set in `blocks`: to `dst` of each, counted on `bar` of each.
+MLAFORGE_DEVICE void tma_load_4d_multicast(const TensorMap& map, smem_t bar, smem_t dst, int c0, int c1, int c2, int c3,
+                                           uint32_t blocks, uint64_t cache_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(dst),
+      "l"(&map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(static_cast<unsigned short>(blocks)),
+      "l"(cache_policy)
+      : "memory");
+}
+
+// Copies `bytes` from global memory to `dst`, counted on `bar`; all three are multiples of 16.
+MLAFORGE_DEVICE void bulk_load(smem_t bar, smem_t dst, const void* src, int bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+               "l"(src), "r"(bytes), "r"(bar)
+               : "memory");
+}
+
+// Stores, by the async proxy: what plain stores wrote to `src` needs fence_proxy_async() first. They belong to this
+// thread's open group, which bulk_commit() closes.
+
+// Copies `bytes` from shared to global memory; all three are multiples of 16.
+MLAFORGE_DEVICE void bulk_store(void* dst, smem_t src, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
+               : "memory");
+}
+
+// Copies the map's box from `src`, laid out as by tma_load_4d, to the tensor; what lies outside of it is left out.
+MLAFORGE_DEVICE void tma_store_4d(const TensorMap& map, smem_t src, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
+MLAFORGE_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until at most `Pending` of this thread's groups are unfinished; a block must not end before bulk_wait_read.
+template <int Pending>
+MLAFORGE_DEVICE void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Pending) : "memory");
+}
+// The same, but only until shared memory has been read and may be written again.
+template <int Pending>
+MLAFORGE_DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Clusters: blocks that run at the same time and reach each other's shared memory.
+
+MLAFORGE_DEVICE int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+MLAFORGE_DEVICE int cluster_size() {
+  int size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// The barrier of all threads of the cluster, in two halves. A block must not end while others may still reach for its
+// shared memory.
+MLAFORGE_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+MLAFORGE_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+MLAFORGE_DEVICE void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+// Arrives at the mbarrier that lies at `bar` in the block of this rank, which may be one's own.
+MLAFORGE_DEVICE void mbarrier_arrive_remote(smem_t bar, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "}\n" ::"r"(bar),
+      "r"(rank)
+      : "memory");
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Programmatic dependent launch
 
@@ -246,13 +366,15 @@ MLAFORGE_DEVICE void grid_launch_dependents() { asm volatile("griddepcontrol.lau
 MLAFORGE_DEVICE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---------------------------------------------------------------------------------------------------------------
-// WGMMA: D[64, N] (+)= A[64, 16] B[16, N], 16-bit operands, float32 accumulators, one warpgroup.
+// WGMMA: D[64, N] (+)= A[64, 16] B[16, N] of 16-bit operands, or A[64, 32] B[32, N] of e4m3 (K-major only); float32
+// accumulators, one warpgroup.
 //
 // Thread t of the warpgroup holds of D, for each group g of 8 columns: d[4g], d[4g+1] at row 16(t/32) + (t%32)/4 and
 // columns 8g + 2(t%4), +1; d[4g+2], d[4g+3] eight rows below. A from registers has the same shape with 16 columns:
 // a[0] row r, columns 2(t%4), +1; a[1] row r + 8; a[2] row r, columns + 8; a[3] row r + 8, columns + 8.
+// Of e4m3, whose registers hold four, all column numbers are doubled.
 
-// Shared-memory operand under the 128-byte swizzle: rows of 64 elements (128 bytes), 8 rows to an atom of 1024 bytes,
+// Shared-memory operand under the 128-byte swizzle: rows of 128 bytes (64 elements of 16 bits), 8 rows to an atom of 1024 bytes,
 // the 16-byte chunk c of row r stored at chunk c ^ (r % 8). Byte strides are multiples of 16.
 //   K-major (the reduction runs along the row): `stride` leads from 8 rows to the next 8; `leading` is not used.
 //   MN-major (the reduction runs across rows): `stride` leads from 8 rows to the next 8 of the reduction, `leading` from
@@ -317,6 +439,11 @@ struct Atoms;
   struct Atoms<Fp16, N, B> {                                         \
     using SS = gmma::MMA_64x##N##x16_F32F16F16_SS<Major::K, B>;      \
     using RS = gmma::MMA_64x##N##x16_F32F16F16_RS<Major::K, B>;      \
+  };                                                                 \
+  template <>                                                        \
+  struct Atoms<E4m3, N, Major::K> {                                  \
+    using SS = gmma::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>;            \
+    using RS = gmma::MMA_64x##N##x32_F32E4M3E4M3_RS_TN<>;            \
   };
 MLAFORGE_ATOMS(64)
 MLAFORGE_ATOMS(128)
@@ -329,8 +456,8 @@ MLAFORGE_DEVICE void fma_ss(float (&d)[Count], uint64_t a, uint64_t b, bool accu
   Atom::fma(a, b, d[I]..., accumulate ? ScaleOut::One : ScaleOut::Zero);
 }
 template <class Atom, int Count, int... I>
-MLAFORGE_DEVICE void fma_rs(float (&d)[Count], const uint32_t* a, uint64_t b, Indices<I...>) {
-  Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., ScaleOut::One);
+MLAFORGE_DEVICE void fma_rs(float (&d)[Count], const uint32_t* a, uint64_t b, bool accumulate, Indices<I...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., accumulate ? ScaleOut::One : ScaleOut::Zero);
 }
 
 }  // namespace detail
@@ -340,6 +467,13 @@ template <class Element, int N>
 MLAFORGE_DEVICE void wgmma_ss_k(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   using Atom = typename detail::Atoms<Element, N, detail::Major::K>::SS;
   detail::fma_ss<Atom>(d, a, b, accumulate, detail::IndicesUpTo<N / 2>{});
+}
+
+// The same with A from four registers.
+template <class Element, int N>
+MLAFORGE_DEVICE void wgmma_rs_k(float (&d)[N / 2], const uint32_t* a, uint64_t b, bool accumulate) {
+  using Atom = typename detail::Atoms<Element, N, detail::Major::K>::RS;
+  detail::fma_rs<Atom>(d, a, b, accumulate, detail::IndicesUpTo<N / 2>{});
 }
 
 // D += A B: A from shared memory (K-major), B from shared memory (MN-major, N columns).
@@ -353,7 +487,7 @@ MLAFORGE_DEVICE void wgmma_ss_mn(float (&d)[N / 2], uint64_t a, uint64_t b) {
 template <class Element, int N>
 MLAFORGE_DEVICE void wgmma_rs_mn(float (&d)[N / 2], const uint32_t* a, uint64_t b) {
   using Atom = typename detail::Atoms<Element, N, detail::Major::MN>::RS;
-  detail::fma_rs<Atom>(d, a, b, detail::IndicesUpTo<N / 2>{});
+  detail::fma_rs<Atom>(d, a, b, true, detail::IndicesUpTo<N / 2>{});
 }
 
 }  // namespace mlaforge

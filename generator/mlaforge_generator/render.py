@@ -71,6 +71,9 @@ def _manifest(plan: Plan) -> dict[str, Any]:
             "tile_tokens": decode.tile.tokens,
             "fixed_overhead_blocks": decode.schedule.fixed_overhead_blocks,
             "boxes": {each.tensor: list(each.box) for each in decode.tensor_maps},
+            "regions": _regions(decode),
+            "mbarriers": _mbarriers(decode),
+            "roles": [{"name": role.name, "warps": role.warps} for role in decode.roles],
             "parameters": [asdict(parameter) for parameter in decode.parameters],
         },
         "combine": {
@@ -81,6 +84,28 @@ def _manifest(plan: Plan) -> dict[str, Any]:
             "parameters": [asdict(parameter) for parameter in combine.parameters],
         },
     }
+
+
+def _regions(decode: DecodePlan) -> list[dict[str, Any]]:
+    """List the shared memory of a block, K stage by stage, without what borrows the bytes of another region."""
+    regions = []
+    for region in decode.smem.regions:
+        if region.alias_of is not None:
+            continue
+        count = decode.tile.stages if region.name == "K" else 1
+        size = region.size // count
+        for i in range(count):
+            name = f"{region.name} {i}" if region.name == "K" else region.name
+            regions.append({"name": name, "offset": region.offset + i * size, "size": size})
+    return regions
+
+
+def _mbarriers(decode: DecodePlan) -> list[dict[str, Any]]:
+    (offset,) = (region.offset for region in decode.smem.regions if region.name == "barriers")
+    names = [
+        f"{each.name} {i}" if each.count > 1 else each.name for each in decode.mbarriers for i in range(each.count)
+    ]
+    return [{"name": name, "offset": offset + 8 * i} for i, name in enumerate(names)]
 
 
 def render(plan: Plan) -> dict[str, str]:

@@ -153,6 +153,7 @@ class CudaKernel:
         tensors: Sequence[LaunchTensor],
         *,
         overlap_previous: bool = False,
+        cluster: tuple[int, int, int] | None = None,
     ) -> None:
         """Enqueue the kernel on the current stream of the device, whose context is current.
 
@@ -164,6 +165,7 @@ class CudaKernel:
             values: the other parameters, in order; pointers as integers.
             tensors: what the pointers point into; the hardware does not ask.
             overlap_previous: start while the kernel before is finishing; the kernel itself waits for it.
+            cluster: blocks of a cluster, which divide those of the grid; none if None.
 
         Raises:
             CudaError: the driver refuses to load or to launch.
@@ -175,12 +177,21 @@ class CudaKernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._dynamic_smem
         config.hStream = torch.cuda.current_stream(device).cuda_stream
+        attributes = []
         if overlap_previous:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
+            attributes.append(attribute)
+        if cluster is not None:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimensions = attribute.value.clusterDim
+            dimensions.x, dimensions.y, dimensions.z = cluster
+            attributes.append(attribute)
+        if attributes:
+            config.attrs = attributes
+            config.numAttrs = len(attributes)
         _check(
             driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0), f"launching {self._entry} {grid}"
         )

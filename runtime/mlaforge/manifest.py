@@ -25,6 +25,23 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class SmemRegion:
+    """A named piece of a block's dynamic shared memory, bytes."""
+
+    name: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class WarpRole:
+    """Successive warps that do the same."""
+
+    name: str
+    warps: int
+
+
+@dataclass(frozen=True)
 class DecodeKernel:
     """The decode kernel's launch facts."""
 
@@ -38,6 +55,12 @@ class DecodeKernel:
     fixed_overhead_blocks: int
     boxes: Mapping[str, tuple[int, ...]]
     """TMA box of each tensor, elements, innermost first."""
+    regions: tuple[SmemRegion, ...]
+    """The whole of dynamic shared memory, in order of their offsets; each stage of K is one."""
+    mbarriers: Mapping[int, str]
+    """Names by offset."""
+    roles: tuple[WarpRole, ...]
+    """Of all warps of a block, in order."""
     parameters: tuple[Parameter, ...]
 
 
@@ -126,6 +149,11 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
             tile_tokens=int(decode["tile_tokens"]),
             fixed_overhead_blocks=int(decode["fixed_overhead_blocks"]),
             boxes={name: tuple(map(int, box)) for name, box in decode["boxes"].items()},
+            regions=tuple(
+                SmemRegion(str(item["name"]), int(item["offset"]), int(item["size"])) for item in decode["regions"]
+            ),
+            mbarriers={int(item["offset"]): str(item["name"]) for item in decode["mbarriers"]},
+            roles=tuple(WarpRole(str(item["name"]), int(item["warps"])) for item in decode["roles"]),
             parameters=_parameters(decode["parameters"]),
         ),
         combine=CombineKernel(

@@ -47,7 +47,8 @@ class SimulatorOptions:
     sms: int = 4
     """Multiprocessors that the launch shape is made for."""
     trace: Path | None = None
-    """Where to write the events of block (0, 0, 0), tab-separated: time, warp, event, line."""
+    """Where to write the events of one block of the decode kernel; `mlaforge.trace` reads them."""
+    trace_block: tuple[int, int, int] = (0, 0, 0)
 
     def __post_init__(self) -> None:
         """Refuse an unknown mode."""
@@ -63,6 +64,7 @@ class _Settings(ctypes.Structure):
         ("kernel", ctypes.c_int32),
         ("trace", ctypes.c_int32),
         ("trace_file", ctypes.c_char_p),
+        ("trace_block", ctypes.c_uint32 * 3),
     )
 
 
@@ -215,11 +217,14 @@ class SimulatedKernel:
 
         Raises:
             SimulationError: the machine found a fault.
+            ValueError: the block to trace is not in the grid.
         """
         options = self._simulator.options
         # Every call begins anew: the same seed gives the same run, whatever ran before.
         self._simulator.launches = self._simulator.launches + 1 if overlap_previous else 1
         trace = options.trace if options.trace is not None and not overlap_previous else None
+        if trace is not None and any(not 0 <= at < size for at, size in zip(options.trace_block, grid, strict=True)):
+            raise ValueError(f"there is no block {options.trace_block} to trace: the grid is {grid}")
         settings = _Settings(
             seed=options.seed & (1 << 64) - 1,
             mode=MODES.index(options.mode),
@@ -227,6 +232,7 @@ class SimulatedKernel:
             kernel=self._simulator.launches,
             trace=int(trace is not None),
             trace_file=os.fspath(trace).encode() if trace is not None else None,
+            trace_block=options.trace_block,
         )
         regions = (_Region * len(tensors))()
         for region, each in zip(regions, tensors, strict=True):

@@ -18,11 +18,14 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <source_location>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -43,8 +46,9 @@ struct Settings {
   std::int32_t mode;      // when asynchronous operations land: 0 eager, 1 lazy, 2 random
   std::int32_t overlap;   // the kernel may start before the one before it is complete
   std::int32_t kernel;    // number of the launch, counted by the host
-  std::int32_t trace;     // write events of block 0 to `trace_file`
+  std::int32_t trace;     // write the events of one block to `trace_file`
   const char* trace_file;
+  std::uint32_t trace_block[3];
 };
 
 struct Dim3 {
@@ -123,6 +127,7 @@ struct NamedBarrier {
 
 struct Mbarrier {
   int index = 0;
+  std::uint32_t address = 0;
   int count = 0;
   int pending = 0;
   std::int64_t bytes = 0;  // still expected (positive) or landed before they were (negative)
@@ -166,12 +171,20 @@ struct Copy {
   int thread;
 };
 
+// Something that happened in the traced block. Accesses to shared memory are told in lines of 128 bytes, the unit of the
+// swizzle: those of an asynchronous operation when it lands; a warp's plain ones, for each line of the kernel, together
+// up to the next event of the warp.
+constexpr std::uint32_t kTraceLine = 128;
 struct TraceEvent {
   std::uint64_t time;
-  int warp;
-  std::string what;
-  int line;
+  std::uint64_t until;  // of plain accesses; else the same as `time`
+  int thread;
+  const char* what;
+  Where where;
+  std::string arguments;
+  std::set<std::uint32_t> lines;
 };
+using TraceArguments = std::initializer_list<std::pair<const char*, std::int64_t>>;
 
 // ---- The machine -------------------------------------------------------------------------------------------------
 
@@ -294,6 +307,7 @@ class Machine {
 
   // Checks and records an access by an actor whose view is `view`.
   void touch(std::uint32_t address, std::uint32_t bytes, bool write, Access access, const View& view) {
+    if (tracing()) trace_access(address - kSharedBase, bytes, write, access);
     const std::uint32_t first = (address - kSharedBase) / 4, last = (address - kSharedBase + bytes - 1) / 4;
     for (std::uint32_t i = first; i <= last; ++i) {
       Shadow& s = shadow_[i];
@@ -370,9 +384,10 @@ class Machine {
   void sync_named(int id, int count, const Where& where) {
     const std::uint64_t generation = arrive_named(id, count, where);
     NamedBarrier& bar = named_[id];
-    event("barrier", where);
+    if (lane() == 0) event("barrier", where, {{"id", id}, {"threads", count}});
     block_until([&bar, generation] { return bar.generation != generation; },
                 "named barrier " + std::to_string(id) + " for " + std::to_string(count) + " threads", where);
+    if (lane() == 0) event("barrier passed", where, {{"id", id}});
     view().join_with(bar.released);
   }
 
@@ -394,6 +409,7 @@ class Machine {
     if (mbarriers_.size() == kMaxBarriers) fail(where, "more than %d mbarriers", kMaxBarriers);
     Mbarrier bar;
     bar.index = static_cast<int>(mbarriers_.size());
+    bar.address = address - kSharedBase;
     bar.count = bar.pending = count;
     bar.init = {thread(), view().seen[thread()], Proxy::generic, where};
     bar.gathering = bar.completed = fresh_view();
@@ -415,16 +431,17 @@ class Machine {
     --bar.pending;
     bar.gathering.join_with(view());
     tick();
-    event(expect ? "expect" : "arrive", where);
-    settle(bar);
+    event(expect ? "expect" : "arrive", where, {{"mbarrier", bar.address}, {"phase", bar.phase}, {"bytes", expect}});
+    settle(bar, where);
     maybe_yield();
   }
 
   void wait_mbarrier(std::uint32_t address, int parity, const Where& where) {
     Mbarrier& bar = mbarrier(address, where);
-    event("wait", where);
+    if (lane() == 0) event("wait", where, {{"mbarrier", bar.address}, {"parity", parity}});
     block_until([&bar, parity] { return static_cast<int>(bar.phase & 1) != (parity & 1); },
                 "the mbarrier at " + std::to_string(address - kSharedBase) + ", parity " + std::to_string(parity), where);
+    if (lane() == 0) event("waited", where, {{"mbarrier", bar.address}});
     view().join_with(bar.completed);
   }
 
@@ -433,15 +450,17 @@ class Machine {
                   const std::function<void(Access, const View&)>& write) {
     Mbarrier& bar = mbarrier(bar_address, where);
     if (!bar.fenced) fail(where, "the mbarrier at %u is not visible to TMA: fence its initialisation", bar_address - kSharedBase);
-    event("copy", where);
+    const std::int64_t number = ++copies_issued_;
+    event("copy", where, {{"copy", number}, {"mbarrier", bar.address}, {"phase", bar.phase}, {"bytes", bytes}});
     // Everything that lands in a phase becomes known together, when the phase ends: the phase is the actor's clock.
     const Access access{barrier_actor(bar), bar.phase + 1, Proxy::async, where};
     const View issued = view();
-    copies_.push_back({[this, &bar, bytes, access, issued, write] {
+    copies_.push_back({[this, &bar, bytes, number, access, issued, write] {
+                         landing_ = event("landed", access.where, {{"copy", number}});
                          write(access, issued);
+                         landing_ = nullptr;
                          bar.bytes -= bytes;
-                         event("landed", access.where);
-                         settle(bar);
+                         settle(bar, access.where);
                        },
                        thread()});
     if (settings_.mode == 0) land_copy(copies_.size() - 1);
@@ -468,13 +487,18 @@ class Machine {
       q.view = std::move(joined);
     }
     const Access access{tensor_actor(warp()), ++q.clock, Proxy::async, where};
-    event("wgmma", where);
-    q.open.push_back({[access, view = q.view, compute = std::move(compute)] { compute(access, *view); }});
+    event("wgmma", where, {{"operation", q.clock}});
+    q.open.push_back({[this, access, view = q.view, compute = std::move(compute)] {
+      landing_ = event("wgmma landed", access.where, {{"operation", access.clock}});
+      compute(access, *view);
+      landing_ = nullptr;
+    }});
     if (settings_.mode == 0) land(q.open.back());
   }
 
-  void commit_matmuls() {
+  void commit_matmuls(const Where& where) {
     TensorQueue& q = queue();
+    event("commit", where, {{"operation", q.clock}});
     q.committed.push_back({std::move(q.open), q.clock});
     q.open.clear();
   }
@@ -489,7 +513,7 @@ class Machine {
       q.committed.pop_front();
     }
     q.fenced = false;
-    event("wgmma wait", where);
+    event("wgmma waited", where, {{"operation", q.done}});
   }
 
   // What a lane knows after the wait.
@@ -504,10 +528,19 @@ class Machine {
     return std::string(file ? file + 1 : where.file_name()) + ":" + std::to_string(where.line());
   }
 
-  void event(const char* what, const Where& where) {
-    if (settings_.trace && current_ && lane() == 0 && block_.x == 0 && block_.y == 0 && block_.z == 0) {
-      trace_.push_back({steps_, warp(), what, static_cast<int>(where.line())});
+  // Records an event of the running thread, if its block is traced. An event is a step of its own, so that their order
+  // shows.
+  TraceEvent* event(const char* what, const Where& where, TraceArguments arguments = {}) {
+    if (!tracing()) return nullptr;
+    for (auto open = open_accesses_.begin(); open != open_accesses_.end();) {
+      open = std::get<0>(open->first) == warp() ? open_accesses_.erase(open) : std::next(open);
     }
+    std::string text;
+    for (const auto& [name, value] : arguments) text += (text.empty() ? "" : " ") + (name + ("=" + std::to_string(value)));
+    ++steps_;
+    const std::uint64_t time = steps_ - first_step_;
+    trace_.push_back({time, time, thread(), what, where, std::move(text), {}});
+    return &trace_.back();
   }
 
  private:
@@ -519,7 +552,30 @@ class Machine {
     if (stacks_ == MAP_FAILED) fault_ = "no memory for the stacks of the threads";
   }
 
+  bool tracing() const {
+    const std::uint32_t* b = settings_.trace_block;
+    return settings_.trace && current_ && block_.x == b[0] && block_.y == b[1] && block_.z == b[2];
+  }
+
+  void trace_access(std::uint32_t offset, std::uint32_t bytes, bool write, const Access& access) {
+    TraceEvent* into = landing_;
+    if (access.proxy == Proxy::generic) {
+      TraceEvent*& open = open_accesses_[{access.actor / kWarp, write, access.where.line(), access.where.file_name()}];
+      if (!open) {
+        ++steps_;
+        trace_.push_back({steps_ - first_step_, 0, access.actor, write ? "write" : "read", access.where, "", {}});
+        open = &trace_.back();
+      }
+      open->until = steps_ - first_step_;
+      into = open;
+    }
+    if (!into) return;
+    for (std::uint32_t line = offset / kTraceLine; line <= (offset + bytes - 1) / kTraceLine; ++line) into->lines.insert(line);
+  }
+
   void run_block() {
+    first_step_ = steps_;
+    open_accesses_.clear();
     smem_.assign(smem_bytes_, 0xff);  // NaN in every 16- and 32-bit format
     shadow_.assign(smem_bytes_ / 4 + 1, Shadow{});
     mbarriers_.clear();
@@ -623,8 +679,9 @@ class Machine {
     }
   }
 
-  void settle(Mbarrier& bar) {
+  void settle(Mbarrier& bar, const Where& where) {
     if (bar.pending != 0 || bar.bytes != 0) return;
+    event("phase", where, {{"mbarrier", bar.address}, {"phase", bar.phase}});
     bar.pending = bar.count;
     ++bar.phase;
     bar.gathering.seen[barrier_actor(bar)] = bar.phase;
@@ -761,7 +818,16 @@ class Machine {
     std::FILE* file = std::fopen(settings_.trace_file, "w");
     if (!file) return;
     for (const TraceEvent& e : trace_) {
-      std::fprintf(file, "%lu\t%d\t%s\t%d\n", static_cast<unsigned long>(e.time), e.warp, e.what.c_str(), e.line);
+      std::fprintf(file, "%lu\t%lu\t%d\t%s\t%s\t%s\t", static_cast<unsigned long>(e.time),
+                   static_cast<unsigned long>(e.until), e.thread, e.what, place(e.where).c_str(), e.arguments.c_str());
+      // Successive lines as a range of bytes.
+      for (auto line = e.lines.begin(); line != e.lines.end();) {
+        const std::uint32_t first = *line;
+        std::uint32_t last = first;
+        while (++line != e.lines.end() && *line == last + 1) ++last;
+        std::fprintf(file, "%s%u-%u", first == *e.lines.begin() ? "" : ",", first * kTraceLine, (last + 1) * kTraceLine);
+      }
+      std::fputc('\n', file);
     }
     std::fclose(file);
   }
@@ -791,13 +857,19 @@ class Machine {
   std::vector<Gathering> gatherings_;
   std::vector<TensorQueue> queues_;
   std::vector<Copy> copies_;
-  std::vector<TraceEvent> trace_;
+
+  std::deque<TraceEvent> trace_;  // whose elements stay where they are
+  std::map<std::tuple<int, bool, std::uint32_t, const char*>, TraceEvent*> open_accesses_;  // by warp
+  TraceEvent* landing_ = nullptr;  // of the asynchronous operation that is landing
+  std::uint64_t first_step_ = 0;   // of the block
+  std::int64_t copies_issued_ = 0;
 };
 
 inline Machine* machine = nullptr;
 
 inline void Machine::enter() {
   (*machine->kernel_)();
+  if (machine->lane() == 0) machine->event("exit", Where::current());
   machine->current_->finished = true;
   machine->abandon();
 }

@@ -106,6 +106,7 @@ inline std::uint16_t round_to(Bf16, float x) {
   return static_cast<std::uint16_t>(u >> 16);
 }
 inline std::uint16_t round_to(Fp16, float x) {
+  if (x != x) return 0x7fff;
   const _Float16 h = static_cast<_Float16>(x);
   std::uint16_t u;
   std::memcpy(&u, &h, 2);
@@ -132,8 +133,15 @@ uint32_t pack2(float lo, float hi) {
 
 // ---- Math
 
-inline float exp2_approx(float x) { return std::exp2(x); }
-inline float log2_approx(float x) { return std::log2(x); }
+namespace sim {
+
+// What is below the normal numbers is zero, on the way in and out.
+inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.f, x) : x; }
+
+}  // namespace sim
+
+inline float exp2_approx(float x) { return sim::flushed(std::exp2(sim::flushed(x))); }
+inline float log2_approx(float x) { return std::log2(sim::flushed(x)); }
 constexpr float kLn2 = 0.693147180559945309f;
 inline float infinity() { return std::numeric_limits<float>::infinity(); }
 
@@ -160,7 +168,7 @@ inline void named_barrier_sync(int id, int threads, Where where = Where::current
 }
 inline void named_barrier_arrive(int id, int threads, Where where = Where::current()) {
   sim::machine->arrive_named(id, threads, where);
-  sim::machine->event("barrier arrive", where);
+  sim::machine->event("barrier arrive", where, {{"id", id}});
   sim::machine->maybe_yield();
 }
 
@@ -302,10 +310,12 @@ inline void tma_load_4d(const TensorMap& map, smem_t bar, smem_t dst, int c0, in
   const std::uint32_t line = map.box[0] * map.element_bytes;
   const std::uint32_t rows = map.box[1] * map.box[2] * map.box[3];
   if (dst % 128) machine->fail(where, "TMA to shared address %u, no multiple of 128", dst - kSharedBase);
+  if (c0 * static_cast<std::int64_t>(map.element_bytes) % 16) {
+    machine->fail(where, "TMA from column %d, whose bytes are no multiple of 16", c0);
+  }
   machine->shared(dst, line * rows, where);
-  const TensorMap* source = &map;
-  machine->copy_async(bar, static_cast<std::int64_t>(line) * rows, where, [=](Access access, const View& view) {
-    const TensorMap& m = *source;
+  // A copy of the map: the thread's own is gone if the kernel ends before this lands.
+  machine->copy_async(bar, static_cast<std::int64_t>(line) * rows, where, [=, m = map](Access access, const View& view) {
     const std::int64_t first[4] = {c0, c1, c2, c3};
     for (std::uint32_t row = 0; row < rows; ++row) {
       const std::int64_t at[4] = {0, first[1] + row % m.box[1], first[2] + row / m.box[1] % m.box[2],
@@ -353,10 +363,11 @@ inline void wgmma_fence(Where where = Where::current()) {
   sim::together("wgmma fence", where, [] { sim::machine->queue().fenced = true; });
 }
 inline void wgmma_commit(Where where = Where::current()) {
-  sim::together("wgmma commit", where, [] { sim::machine->commit_matmuls(); });
+  sim::together("wgmma commit", where, [&where] { sim::machine->commit_matmuls(where); });
 }
 template <int Pending>
 void wgmma_wait(Where where = Where::current()) {
+  if (sim::machine->lane() == 0) sim::machine->event("wgmma wait", where);
   sim::together("wgmma wait", where, [&where] { sim::machine->wait_matmuls(Pending, where); });
   sim::machine->see_matmuls();
 }

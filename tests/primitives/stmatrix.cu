@@ -1,0 +1,16 @@
+// stmatrix_x4: each warp stores four 8x8 matrices to the rows that its lanes name.
+#include "primitives.cuh"
+
+namespace mlaforge {
+
+extern "C" __global__ void __launch_bounds__(64) stmatrix(const int32_t* registers, const int32_t* rows, int32_t* out) {
+  const smem_t base = dynamic_smem();
+  const int t = static_cast<int>(threadIdx.x);
+  uint32_t m[4];
+  for (int i = 0; i < 4; ++i) m[i] = static_cast<uint32_t>(load_global(registers + 4 * t + i));
+  stmatrix_x4(base + 16 * load_global(rows + t), m[0], m[1], m[2], m[3]);
+  __syncthreads();
+  for (int i = 0; i < 4; ++i) store_global(out + 64 * i + t, load_shared_s32(base + 4 * (64 * i + t)));
+}
+
+}  // namespace mlaforge
