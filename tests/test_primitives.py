@@ -7,9 +7,11 @@ where the operation is exact, which products of small integers are, too.
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,8 @@ class Map:
 
     view: torch.Tensor
     box: tuple[int, int, int, int]
+    stored: bool = False
+    """Whether the kernel stores to it; then the view is the first of the results."""
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -59,6 +63,7 @@ class Machine:
     backend: Cuda | Simulator
     device: torch.device
     kernels: dict[str, CudaKernel | SimulatedKernel] = field(default_factory=dict)
+    sources: Path = field(default_factory=lambda: folder())
 
     def launch(
         self,
@@ -71,6 +76,7 @@ class Machine:
         scalars: Sequence[int] = (),
         threads: int,
         blocks: int = 1,
+        cluster: int | None = None,
         smem: int = 0,
         overlap_previous: bool = False,
     ) -> list[torch.Tensor]:
@@ -86,12 +92,14 @@ class Machine:
             dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[view.dtype]
             shape = TensorMapShape(dtype, tuple(view.shape[::-1]), tuple(view.stride()[-2::-1]), each.box)
             encoded.append(self.backend.encode_tensor_map(shape, view.data_ptr()))
-        touched = [LaunchTensor(f"map {i}", view, writable=False) for i, view in enumerate(views)]
+        touched = [LaunchTensor(f"map {i}", view, writable=maps[i].stored) for i, view in enumerate(views)]
         touched += [LaunchTensor(f"tensor {i}", tensor, writable=i >= len(inputs)) for i, tensor in enumerate(tensors)]
         if entry not in self.kernels:
             parameters = [Parameter(f"tensor{i}", "void*") for i in range(len(tensors))]
             parameters += [Parameter(f"scalar{i}", "int") for i in range(len(scalars))]
-            self.kernels[entry] = self.backend.kernel(folder() / source, "sm_90a", entry, len(maps), parameters, smem)
+            self.kernels[entry] = self.backend.kernel(
+                self.sources / source, "sm_90a", entry, len(maps), parameters, smem
+            )
         self.kernels[entry].launch(
             self.device,
             (blocks, 1, 1),
@@ -100,8 +108,9 @@ class Machine:
             [*(tensor.data_ptr() for tensor in tensors), *scalars],
             touched,
             overlap_previous=overlap_previous,
+            cluster=None if cluster is None else (cluster, 1, 1),
         )
-        return into
+        return [*(view for each, view in zip(maps, views, strict=True) if each.stored), *into]
 
     def run(self, source: str, entry: str, **arguments: Any) -> list[torch.Tensor]:
         """Launch, and bring the outputs back."""
@@ -149,6 +158,15 @@ INSTRUCTIONS = {
     "wgmma_ss_k.cu": {"HGMMA"},
     "wgmma_mn.cu": {"HGMMA"},
     "stmatrix.cu": {"STSM"},
+    "ldmatrix.cu": {"LDSM"},
+    "bulk_load.cu": {"UBLKCP"},
+    "bulk_store.cu": {"UBLKCP", "UTMACMDFLUSH", "DEPBAR"},
+    "tma_store.cu": {"UTMASTG"},
+    "atomics.cu": {"ATOMG", "MEMBAR"},
+    "cluster.cu": {"UCGABAR_ARV", "UCGABAR_WAIT"},
+    "multicast.cu": {"UTMALDG"},
+    "wgmma_e4m3.cu": {"QGMMA"},
+    "wgmma_rs_k.cu": {"HGMMA"},
 }
 
 
@@ -314,6 +332,176 @@ def test_stmatrix(machine: Machine) -> None:
     assert torch.equal(out, want)
 
 
+def test_ldmatrix(machine: Machine) -> None:
+    words = numbers(64, 4)
+    rows = torch.randperm(64, generator=torch.Generator().manual_seed(2)).to(torch.int32).view(2, 32)
+    straight, transposed = machine.run(
+        "ldmatrix.cu",
+        "ldmatrix",
+        inputs=[words, rows],
+        outputs=[blank(2, 32, 4), blank(2, 32, 4)],
+        threads=64,
+        smem=1024,
+    )
+    # Warp, matrix, row, column.
+    matrices = words.view(torch.int16)[rows.long()].view(2, 4, 8, 8)
+    for got, want in ((straight, matrices), (transposed, matrices.transpose(2, 3))):
+        assert torch.equal(got.view(torch.int16).view(2, 32, 4, 2), want.reshape(2, 4, 32, 2).transpose(1, 2))
+
+
+def test_bulk_load(machine: Machine) -> None:
+    x = numbers(2048)
+    # From, to, both in units of 16 bytes; bytes.
+    pieces = [
+        [(0, 0, 16), (17, 2, 48), (3, 9, 2048), (200, 140, 4096)],
+        [(511, 1, 16), (5, 5, 32), (6, 300, 16), (0, 7, 1600)],
+    ]
+    words = 4 * 400
+    (out,) = machine.run(
+        "bulk_load.cu",
+        "bulk_load_pieces",
+        inputs=[x, torch.tensor(pieces, dtype=torch.int32)],
+        outputs=[blank(2, words)],
+        scalars=[words],
+        threads=64,
+        smem=16 + 4 * words,
+    )
+    want = torch.zeros(words, dtype=torch.int32)
+    for got, phase in zip(out, pieces, strict=True):
+        for source, target, size in phase:
+            want[4 * target : 4 * target + size // 4] = x[4 * source : 4 * source + size // 4]
+        assert torch.equal(got, want)
+
+
+def run_bulk_store(machine: Machine) -> None:
+    rounds = 7
+    x = numbers(rounds, 64) // 2
+    out, again = machine.run(
+        "bulk_store.cu",
+        "bulk_store_lines",
+        inputs=[x],
+        outputs=[blank(rounds, 64), blank(64)],
+        scalars=[rounds],
+        threads=64,
+        smem=512,
+    )
+    assert torch.equal(out, x + 1) and torch.equal(again, x[-1] + 1)
+
+
+def test_bulk_store(machine: Machine) -> None:
+    run_bulk_store(machine)
+
+
+# ---- Blocks that meet -----------------------------------------------------------------------------------------------
+
+
+def run_atomics(machine: Machine, acq_rel: bool = False) -> None:
+    blocks = 12
+    x = numbers(blocks, 64) // 100
+    lines, counter, sums = machine.run(
+        "atomics.cu",
+        "last_block_adds",
+        inputs=[x],
+        outputs=[blank(blocks, 64), torch.zeros(1, dtype=torch.int32), blank(64)],
+        scalars=[int(acq_rel)],
+        threads=64,
+        blocks=blocks,
+        smem=16,
+    )
+    assert torch.equal(lines, x) and counter == blocks
+    assert torch.equal(sums, x.sum(0).to(torch.int32))
+
+
+@pytest.mark.parametrize("acq_rel", [False, True], ids=["relaxed and fences", "acq_rel"])
+def test_atomics(machine: Machine, acq_rel: bool) -> None:
+    run_atomics(machine, acq_rel)
+
+
+def run_handover(machine: Machine, cluster: int | None = 4) -> None:
+    blocks = 4
+    flags, values = machine.run(
+        "handover.cu",
+        "handover",
+        outputs=[torch.zeros(blocks, dtype=torch.int32), blank(blocks)],
+        threads=32,
+        blocks=blocks,
+        cluster=cluster,
+    )
+    assert flags.tolist() == [1] * blocks and values.tolist() == [101 + i for i in range(blocks)]
+
+
+def test_handover(machine: Machine) -> None:
+    run_handover(machine)
+
+
+def run_cluster(machine: Machine, size: int = 2) -> None:
+    blocks, rounds = 2 * size, 5
+    ranks, lines, out = machine.run(
+        "cluster.cu",
+        "cluster",
+        outputs=[blank(blocks, 2), blank(blocks, 64), blank(blocks, 64)],
+        scalars=[rounds],
+        threads=64,
+        blocks=blocks,
+        cluster=size,
+        smem=16,
+    )
+    block = torch.arange(blocks)
+    assert torch.equal(ranks, torch.stack([block % size, torch.full_like(block, size)], 1).to(torch.int32))
+    following = block // size * size + (block + 1) % size
+    assert torch.equal(out, lines[following] + rounds)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_cluster(machine: Machine, size: int) -> None:
+    run_cluster(machine, size)
+
+
+def run_multicast(machine: Machine, size: int = 2) -> None:
+    blocks, rounds = 2 * size, 3
+    view = sequence_16_bit(2, rounds, 16 * size, 64)
+    (out,) = machine.run(
+        "multicast.cu",
+        "multicast",
+        maps=[Map(view, (64, 16, 1, 1))],
+        outputs=[blank(blocks, rounds, 16 * size * 32)],
+        scalars=[rounds],
+        threads=64,
+        blocks=blocks,
+        cluster=size,
+        smem=size * 2048 + 16,
+    )
+    for block in range(blocks):
+        for round in range(rounds):
+            assert torch.equal(out[block, round].view(torch.int16).view(-1, 64), swizzled(view[block // size, round]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_multicast(machine: Machine, size: int) -> None:
+    run_multicast(machine, size)
+
+
+@pytest.mark.parametrize("mask", [0b0001, 0b0110, 0b1011, 0b1111])
+def test_multicast_to_some_blocks(machine: Machine, mask: int) -> None:
+    view = sequence_16_bit(1, 1, 16, 64)
+    (out,) = machine.run(
+        "multicast_some.cu",
+        "multicast_some",
+        maps=[Map(view, (64, 16, 1, 1))],
+        outputs=[blank(4, 512)],
+        scalars=[mask],
+        threads=64,
+        blocks=4,
+        cluster=4,
+        smem=2048 + 8,
+    )
+    for rank in range(4):
+        if mask >> rank & 1:
+            assert torch.equal(out[rank].view(torch.int16).view(-1, 64), swizzled(view[0, 0]))
+        else:
+            assert torch.equal(out[rank], blank(512))
+
+
 # ---- mbarriers and TMA ----------------------------------------------------------------------------------------------
 
 
@@ -411,6 +599,51 @@ def test_tma_columns_off_16_bytes_are_a_fault() -> None:
         )
 
 
+# Boxes that don't meet, over each border of each dimension, and one wholly outside.
+STORED = {
+    (64, 8, 1, 1): [
+        (-8, 0, 0, 0),
+        (56, 0, 0, 0),
+        (120, 0, 0, 0),
+        (56, -3, 1, 1),
+        (56, 21, 2, 2),
+        (0, 0, 5, 0),
+        (0, 0, 0, -1),
+    ],
+    (64, 4, 3, 2): [(-8, -2, -1, -1), (104, 22, 4, 2), (32, 10, 2, 0)],
+}
+
+
+@pytest.mark.parametrize("box", STORED, ids=str)
+@pytest.mark.parametrize("name", ["dense", "cut out of a larger one", "dimensions in another order"])
+def test_tma_store(machine: Machine, name: str, box: tuple[int, int, int, int]) -> None:
+    view, corners = VIEWS[name](), STORED[box]
+    rows = box[1] * box[2] * box[3]
+    contents = sequence_16_bit(len(corners), rows, 64)
+    images = torch.stack([swizzled(each) for each in contents])
+    before = moved(view, torch.device("cpu")).clone()
+    (after,) = machine.run(
+        "tma_store.cu",
+        "tma_store",
+        maps=[Map(view, box, stored=True)],
+        inputs=[images.view(torch.int32), torch.tensor(corners, dtype=torch.int32)],
+        outputs=[],
+        scalars=[len(corners), rows * 128],
+        threads=64,
+        smem=len(corners) * rows * 128,
+    )
+    want = before.view(torch.int16)
+    for corner, content in zip(corners, contents, strict=True):
+        block = content.view(torch.int16).view(*reversed(box))
+        target, source = [], []
+        for first, length, size in zip(reversed(corner), reversed(box), view.shape, strict=True):
+            begin, end = max(first, 0), min(first + length, size)
+            target.append(slice(begin, max(begin, end)))
+            source.append(slice(begin - first, max(begin, end) - first))
+        want[tuple(target)] = block[tuple(source)]
+    assert torch.equal(after.view(torch.int16), want)
+
+
 # ---- WGMMA ----------------------------------------------------------------------------------------------------------
 
 WIDTHS = (64, 128, 192, 256)
@@ -472,3 +705,255 @@ def test_wgmma_mn(machine: Machine, n: int, dtype: str, registers: bool, offset:
         )
         want = a.double() @ b.double() + c.double()
         torch.testing.assert_close(out.double(), want, **tolerance)
+
+
+@pytest.mark.parametrize("offset", [0, 5 * 1024])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", WIDTHS)
+def test_wgmma_rs_k(machine: Machine, n: int, dtype: str, accumulate: bool, offset: int) -> None:
+    for make, tolerance in ((whole, {"rtol": 0, "atol": 0}), (fractions, CLOSE)):
+        a, b = make(64, 64, dtype=DTYPES[dtype], seed=0), make(n, 64, dtype=DTYPES[dtype], seed=1)
+        c = make(64, n, dtype=torch.float32, seed=2)
+        (out,) = machine.run(
+            "wgmma_rs_k.cu",
+            "product_rs_k",
+            maps=[Map(b[None, None], (64, n, 1, 1))],
+            inputs=[a, c],
+            outputs=[blank(64, n, dtype=torch.float32)],
+            scalars=[n, int(dtype == "fp16"), int(accumulate), offset],
+            threads=128,
+            smem=1024 + offset + n * 128,
+        )
+        want = a.double() @ b.double().T + (c.double() if accumulate else 0)
+        torch.testing.assert_close(out.double(), want, **tolerance)
+
+
+@pytest.mark.parametrize("offset", [0, 5 * 1024])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("registers", [False, True], ids=["ss", "rs"])
+@pytest.mark.parametrize("n", WIDTHS)
+def test_wgmma_e4m3(machine: Machine, n: int, registers: bool, accumulate: bool, offset: int) -> None:
+    # The tensor cores keep fewer bits of a sum of e4m3 products than float32 has; those of these integers fit.
+    small = functools.partial(torch.randint, -2, 3)
+    every = functools.partial(torch.randint, 0, 256)
+    for make in (small, every):
+        generator = torch.Generator().manual_seed(n)
+        a, b = make((64, 128), generator=generator), make((n, 128), generator=generator)
+        c = torch.randint(-8, 9, (64, n), generator=generator).float()
+        if make is small:
+            a, b = a.float().to(torch.float8_e4m3fn), b.float().to(torch.float8_e4m3fn)
+            tolerance = {"rtol": 0, "atol": 0}
+        else:
+            # Every number but NaN.
+            a = torch.where(a & 0x7F == 0x7F, 0, a).to(torch.uint8).view(torch.float8_e4m3fn)
+            b = torch.where(b & 0x7F == 0x7F, 0, b).to(torch.uint8).view(torch.float8_e4m3fn)
+            tolerance = {"rtol": 2.0**-8, "atol": 448.0**2 * 2.0**-7}
+        # A tensor map has elements of two bytes, here two numbers each.
+        pairs = [each.view(torch.bfloat16) for each in (a, b)]
+        (out,) = machine.run(
+            "wgmma_e4m3.cu",
+            "product_e4m3",
+            maps=[Map(pairs[0][None, None], (64, 64, 1, 1)), Map(pairs[1][None, None], (64, n, 1, 1))],
+            inputs=[pairs[0], c],
+            outputs=[blank(64, n, dtype=torch.float32)],
+            scalars=[n, int(registers), int(accumulate), offset],
+            threads=128,
+            smem=1024 + offset + (64 + n) * 128,
+        )
+        want = a.double() @ b.double().T + (c.double() if accumulate else 0)
+        torch.testing.assert_close(out.double(), want, **tolerance)
+
+
+# ---- What the simulator finds ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of a kernel's text, and the report that follows under some schedule."""
+
+    name: str
+    source: str
+    run: Callable[[Machine], None]
+    old: str
+    new: str
+    finds: str
+
+
+FAULTS = (
+    Fault(
+        "no fence before a bulk store",
+        "bulk_store.cu",
+        run_bulk_store,
+        "    fence_proxy_async();\n",
+        "",
+        "asynchronous read by a bulk store of thread 0.*no fence.proxy.async",
+    ),
+    Fault(
+        "a buffer is written before a bulk store has read it",
+        "bulk_store.cu",
+        run_bulk_store,
+        "bulk_wait_read<1>",
+        "bulk_wait_read<2>",
+        "race.*a bulk store of thread 0",
+    ),
+    Fault(
+        "a block ends before its bulk store has read",
+        "bulk_store.cu",
+        run_bulk_store,
+        "  if (t == 0) bulk_wait<0>();\n",
+        "",
+        "bulk stores whose reading nobody waited for",
+    ),
+    Fault(
+        "a result is read before it was written out",
+        "bulk_store.cu",
+        run_bulk_store,
+        "bulk_wait<0>",
+        "bulk_wait_read<0>",
+        "written by a bulk store that nobody waited for",
+    ),
+    Fault(
+        "a group is never closed",
+        "bulk_store.cu",
+        run_bulk_store,
+        "      bulk_commit();\n",
+        "",
+        "race|nobody waited for",
+    ),
+    Fault(
+        "no fence before the counter",
+        "atomics.cu",
+        run_atomics,
+        "  fence_gpu();\n  const int before",
+        "  const int before",
+        "written by another block",
+    ),
+    Fault(
+        "no fence behind the counter",
+        "atomics.cu",
+        run_atomics,
+        "  fence_gpu();\n  return",
+        "  return",
+        "written by another block",
+    ),
+    Fault(
+        "no barrier before the counter",
+        "atomics.cu",
+        run_atomics,
+        "  __syncthreads();\n  if (t == 0) store",
+        "  if (t == 0) store",
+        "written by another block",
+    ),
+    Fault(
+        "a wait for a block that runs later",
+        "handover.cu",
+        lambda machine: run_handover(machine, cluster=None),
+        "",
+        "",
+        "deadlock.*a change of a word in global memory that holds 0",
+    ),
+    Fault(
+        "a word is read without its order",
+        "handover.cu",
+        run_handover,
+        "load_global_acquire(flags + block - 1)",
+        "atomic_add_relaxed(flags + block - 1, 0)",
+        "written by another block",
+    ),
+    Fault(
+        "no barrier behind the remote mbarriers' initialisation",
+        "cluster.cu",
+        run_cluster,
+        "  cluster_arrive();\n  cluster_wait();\n",
+        "",
+        "no mbarrier was initialised|without an order behind its initialisation",
+    ),
+    Fault(
+        "no wait at the cluster's barrier",
+        "cluster.cu",
+        run_cluster,
+        "  cluster_wait();\n",
+        "",
+        "no mbarrier was initialised|without an order behind its initialisation",
+    ),
+    Fault(
+        "a remote arrival too few",
+        "cluster.cu",
+        run_cluster,
+        "other < size;",
+        "other < size - 1;",
+        "deadlock.*of rank 1",
+    ),
+    Fault(
+        "a remote arrival too many",
+        "cluster.cu",
+        run_cluster,
+        "other < size; ++other)",
+        "other < size + 1; ++other)",
+        "rank 2 in a cluster of 2 blocks",
+    ),
+    Fault(
+        "a block leaves while others arrive",
+        "cluster.cu",
+        run_cluster,
+        "  cluster_sync();\n",
+        "  if (rank == 0) mbarrier_arrive_remote(bar, 1);\n",
+        "which has exited",
+    ),
+    Fault(
+        "a part is replaced while another block reads it",
+        "multicast.cu",
+        run_multicast,
+        "      if (round > 0) mbarrier_wait(empty, (round - 1) & 1);\n",
+        "",
+        "race.*of rank",
+    ),
+    Fault(
+        "a block expects its own part only",
+        "multicast.cu",
+        run_multicast,
+        "expect_tx(full, size * kPartBytes)",
+        "expect_tx(full, kPartBytes)",
+        "race.*TMA on mbarrier 0 of rank",
+    ),
+    Fault(
+        "a block expects more than comes",
+        "multicast.cu",
+        run_multicast,
+        "expect_tx(full, size * kPartBytes)",
+        "expect_tx(full, (size + 1) * kPartBytes)",
+        "deadlock.*of rank 0: phase 0, 0 of 1 arrivals and 2048 bytes missing",
+    ),
+    Fault(
+        "the mbarriers are not fenced for TMA",
+        "multicast.cu",
+        run_multicast,
+        "    fence_mbarrier_init();\n",
+        "",
+        "not visible to TMA",
+    ),
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_simulator_finds(fault: Fault, tmp_path: Path) -> None:
+    shutil.copytree(folder(), tmp_path, dirs_exist_ok=True)
+    text = (tmp_path / fault.source).read_text()
+    assert fault.old in text
+    (tmp_path / fault.source).write_text(text.replace(fault.old, fault.new, 1))
+    simulator = Simulator()
+    machine = Machine(simulator, torch.device("cpu"), sources=tmp_path)
+    place = rf"^{re.escape(fault.source)}:\d+: block \(\d+, 0, 0\), warp \d+, thread \d+: "
+    reports = []
+    for seed, mode in itertools.product(range(4), MODES):
+        simulator.options = SimulatorOptions(seed=seed, mode=mode)
+        try:
+            fault.run(machine)
+        except SimulationError as error:
+            reports.append(str(error))
+            if re.search(f"{place}.*({fault.finds})", reports[-1], re.DOTALL):
+                return
+        except AssertionError:
+            reports.append("a wrong result")
+    pytest.fail(f"not found in {len(reports)} of 12 runs that went wrong: {reports}")

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from mlaforge.compiler import source_closure
 from mlaforge.launch import Cuda, LaunchTensor, TensorMapShape
 from mlaforge.manifest import Manifest
 from mlaforge.simulator import Simulator
 
-_serial = itertools.count()
+_simulators = itertools.count()
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LOG2_E = math.log2(math.e)
+
+
+class DecodeTensors(NamedTuple):
+    """The tensors of one call; shapes as in `MLA.decode`."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,8 @@ class _Call:
 
 
 _MAX_CALLS = 512
+_ADDRESSED = ("q", "kv_cache", "out")
+"""The tensors that TMA or 16-byte stores address."""
 
 
 def _shape(tensor: torch.Tensor) -> str:
@@ -78,7 +94,14 @@ class DecodeRunner:
             ToolchainError: the compiler or its headers are missing.
         """
         self.manifest = manifest
-        self.key = f"{manifest.name}:{next(_serial)}"
+        digest = hashlib.sha256()
+        for source in manifest.sources:
+            for name, text in sorted(source_closure(source).items()):
+                digest.update(f"{name}\0{len(text)}\0".encode() + text)
+        self.key = f"{manifest.name}:{digest.hexdigest()[:16]}"
+        if isinstance(backend, Simulator):
+            # Each has a seed of its own; kernels for a GPU are the same whoever loads them, also in another process.
+            self.key += f":sim{next(_simulators)}"
         self._backend = backend
         self._calls: dict[tuple[object, ...], _Call] = {}
         decode, combine = manifest.decode, manifest.combine
@@ -87,28 +110,13 @@ class DecodeRunner:
         )
         self._combine = backend.kernel(combine.source, manifest.target, combine.entry, 0, combine.parameters, 0)
 
-    def check(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        cache_seqlens: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> _Shape:
+    def check(self, tensors: DecodeTensors) -> _Shape:
         """Check all but the addresses; ValueError names the tensor, what it is and what it must be."""
         m = self.manifest
         dtype = DTYPES[m.cache.dtype]
+        q, kv_cache, block_table, cache_seqlens, out, lse = tensors
         shape = self.check_shapes(q, kv_cache, block_table, cache_seqlens)
-        tensors = {
-            "q": q,
-            "kv_cache": kv_cache,
-            "block_table": block_table,
-            "cache_seqlens": cache_seqlens,
-            "out": out,
-            "lse": lse,
-        }
-        for name, tensor in tensors.items():
+        for name, tensor in zip(tensors._fields, tensors, strict=True):
             if tensor.device.type != self._backend.device_type:
                 raise ValueError(f"{name} is on {tensor.device}; these kernels run on {self._backend.device_type}")
             if tensor.device != q.device:
@@ -131,8 +139,8 @@ class DecodeRunner:
                 "torch.float32 and contiguous"
             )
         if out.numel() > 0:
-            for name in ("q", "kv_cache", "out"):
-                _check_layout(name, tensors[name])
+            for name in _ADDRESSED:
+                _check_layout(name, getattr(tensors, name))
         blocks = -(-block_table.shape[1] * m.cache.page_size // m.decode.tile_tokens)
         line = shape.b * (max(blocks, 1) + m.decode.fixed_overhead_blocks)
         if not (line < 1 << 31):
@@ -180,51 +188,32 @@ class DecodeRunner:
             raise ValueError(f"q has {h_q} heads, kv_cache {h_kv}; the heads of q must be a multiple of the cache's")
         return _Shape(b, s_q, h_q, h_kv)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        cache_seqlens: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        softmax_scale: float,
-    ) -> None:
+    def run(self, tensors: DecodeTensors, causal: bool, softmax_scale: float) -> None:
         """Check everything, then launch on the current stream of q's device."""
         if not (math.isfinite(softmax_scale) and softmax_scale > 0):
             raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive and finite")
-        call = self._prepared(q, kv_cache, block_table, cache_seqlens, out, lse)
+        call = self._prepared(tensors)
         if call.shape.b == 0:
             return
-        for name, tensor in (("q", q), ("kv_cache", kv_cache), ("out", out)):
-            address = tensor.data_ptr()
+        for name in _ADDRESSED:
+            address = getattr(tensors, name).data_ptr()
             if address % 16:
                 raise ValueError(
                     f"{name} begins at address {address:#x}, {address % 16} B behind a multiple of 16; move it"
                 )
-        device = q.device
+        device = tensors.q.device
         if device.type == "cpu" or torch.cuda.current_device() == device.index:
-            self._launch(call, q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
+            self._launch(call, tensors, causal, softmax_scale)
         else:
             with torch.cuda.device(device):
-                self._launch(call, q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
+                self._launch(call, tensors, causal, softmax_scale)
 
-    def _prepared(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        cache_seqlens: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> _Call:
+    def _prepared(self, tensors: DecodeTensors) -> _Call:
         """Check the arguments and work out the launch, once for tensors of the same shapes, strides and devices."""
-        tensors = (q, kv_cache, block_table, cache_seqlens, out, lse)
         signature = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
         call = self._calls.get(signature)
         if call is None:
-            call = self._prepare(self.check(*tensors), q, kv_cache)
+            call = self._prepare(self.check(tensors), tensors.q, tensors.kv_cache)
             if len(self._calls) >= _MAX_CALLS:
                 self._calls.clear()
             self._calls[signature] = call
@@ -262,19 +251,9 @@ class DecodeRunner:
         walked = tuple(stride if size > 1 else unwalked for size, stride in zip(dims[1:], strides, strict=True))
         return TensorMapShape(self.manifest.cache.dtype, dims, walked, self.manifest.decode.boxes[name])
 
-    def _launch(
-        self,
-        call: _Call,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        cache_seqlens: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        softmax_scale: float,
-    ) -> None:
+    def _launch(self, call: _Call, tensors: DecodeTensors, causal: bool, softmax_scale: float) -> None:
         m = self.manifest
+        q, kv_cache, block_table, cache_seqlens, out, lse = tensors
         shape, parts, tiles = call.shape, call.parts, call.tiles
         if call.copy_q:
             heads = (shape.b, shape.s_q, shape.h_kv, shape.heads_per_kv, m.d_qk)
@@ -396,7 +375,7 @@ def _decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     runner = _runner(kernel)
     out, lse = _empty_results(runner, q, kv_cache, block_table, cache_seqlens)
-    runner.run(q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
+    runner.run(DecodeTensors(q, kv_cache, block_table, cache_seqlens, out, lse), causal, softmax_scale)
     return out, lse
 
 
@@ -424,7 +403,7 @@ def _decode_out(
     causal: bool,
     softmax_scale: float,
 ) -> None:
-    _runner(kernel).run(q, kv_cache, block_table, cache_seqlens, out, lse, causal, softmax_scale)
+    _runner(kernel).run(DecodeTensors(q, kv_cache, block_table, cache_seqlens, out, lse), causal, softmax_scale)
 
 
 def _decode_out_fake(

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from mlaforge.manifest import Manifest
 from mlaforge.reference import decode_reference
 
 OUT_ABS_TOLERANCE = 8e-4
@@ -35,38 +36,6 @@ _GUARD = 1024
 _SHRINK_RUNS = 200
 # Of all requests of a random problem: float64 copies of `out` then take 270 MB each, at d_v = 512.
 _MAX_ROWS = 1 << 16
-
-
-class CacheFormat(Protocol):
-    """The format of the cache that a kernel was made for."""
-
-    @property
-    def dtype(self) -> str:
-        """bf16 or fp16."""
-
-    @property
-    def page_size(self) -> int:
-        """Tokens in a page."""
-
-
-class Manifest(Protocol):
-    """What verification needs to know of a kernel."""
-
-    @property
-    def d_qk(self) -> int:
-        """Elements of a query and of a cached token."""
-
-    @property
-    def d_v(self) -> int:
-        """Elements of an output."""
-
-    @property
-    def softmax_scale(self) -> float:
-        """Factor of the scores where a call names none."""
-
-    @property
-    def cache(self) -> CacheFormat:
-        """Format of the cache."""
 
 
 class Decoder(Protocol):

@@ -30,6 +30,18 @@ MLAFORGE_DEVICE void store_accumulators(const float (&d)[N / 2], float* to) {
   for (int i = 0; i < N / 2; ++i) store_global(first + behind_first<N>(i), d[i]);
 }
 
+// A with its 64 rows to registers, four for each of the products along a row. `from` is the matrix in global memory.
+template <int Products>
+MLAFORGE_DEVICE void load_fragments(uint32_t (&a)[4 * Products], const int32_t* from) {
+  const int t = static_cast<int>(threadIdx.x);
+  constexpr int kWords = 8 * Products;  // of a row
+  const int32_t* first = from + (16 * (t / 32) + t % 32 / 4) * kWords + t % 4;
+#pragma unroll
+  for (int i = 0; i < 4 * Products; ++i) {
+    a[i] = static_cast<uint32_t>(load_global(first + i % 2 * (8 * kWords) + i / 2 * 4));
+  }
+}
+
 // Sets up a barrier at `bar`, copies both operands as boxes of 64 columns, one behind the other, and waits for them.
 MLAFORGE_DEVICE void load_operands(const TensorMap& a_map, const TensorMap& b_map, smem_t bar, smem_t a, int a_boxes,
                                    int a_bytes, smem_t b, int b_boxes, int b_bytes) {

@@ -26,18 +26,13 @@ MLAFORGE_DEVICE void product_ss(smem_t a, smem_t b, const float* c, float* out) 
   store_accumulators<N>(d, out);
 }
 
-// `a` is the matrix in global memory, two elements to a word.
+// `a` is the matrix in global memory.
 template <class Element, int N>
 MLAFORGE_DEVICE void product_rs(const int32_t* a, smem_t b, const float* c, float* out) {
   float d[N / 2];
   load_accumulators<N>(d, c);
-  const int t = static_cast<int>(threadIdx.x);
-  const int32_t* first = a + (16 * (t / 32) + t % 32 / 4) * (kDepth / 2) + t % 4;
   uint32_t left[kDepth / 4];
-#pragma unroll
-  for (int i = 0; i < kDepth / 4; ++i) {
-    left[i] = static_cast<uint32_t>(load_global(first + i % 2 * (8 * kDepth / 2) + i / 2 * 4));
-  }
+  load_fragments<kDepth / 16>(left, a);
   const uint64_t right = wgmma_descriptor(b, kSubtile, 1024);
   wgmma_fence_operand(d);
   wgmma_fence();

@@ -212,13 +212,17 @@ class SimulatedKernel:
         tensors: Sequence[LaunchTensor],
         *,
         overlap_previous: bool = False,
+        cluster: tuple[int, int, int] | None = None,
     ) -> None:
         """Run the kernel to its end.
 
         Raises:
             SimulationError: the machine found a fault.
-            ValueError: the block to trace is not in the grid.
+            ValueError: the block to trace is not in the grid, or the grid is not made of whole clusters.
         """
+        cluster = cluster or (1, 1, 1)
+        if any(blocks % size for blocks, size in zip(grid, cluster, strict=True)):
+            raise ValueError(f"grid {grid} is not made of whole clusters {cluster}")
         options = self._simulator.options
         # Every call begins anew: the same seed gives the same run, whatever ran before.
         self._simulator.launches = self._simulator.launches + 1 if overlap_previous else 1
@@ -244,6 +248,7 @@ class SimulatedKernel:
         failed = self._launch(
             ctypes.byref(settings),
             ctypes.byref((ctypes.c_uint * 3)(*grid)),
+            ctypes.byref((ctypes.c_uint * 3)(*cluster)),
             threads,
             self._dynamic_smem,
             regions,

@@ -15,9 +15,9 @@ std::function<void()> bind(void (*kernel)(Parameters...), void* const* arguments
 }
 
 template <class... Parameters>
-int launch(void (*kernel)(Parameters...), const Settings* settings, const Dim3* grid, int threads, std::uint32_t smem,
-           const Region* regions, int region_count, void* const* arguments, char* fault, int fault_size) {
-  Machine here(*settings, *grid, threads, smem, std::vector<Region>(regions, regions + region_count));
+int launch(void (*kernel)(Parameters...), const Settings* settings, const Dim3* grid, const Dim3* cluster, int threads,
+           std::uint32_t smem, const Region* regions, int region_count, void* const* arguments, char* fault, int fault_size) {
+  Machine here(*settings, *grid, *cluster, threads, smem, std::vector<Region>(regions, regions + region_count));
   machine = &here;
   const std::string text = here.run(bind(kernel, arguments));
   machine = nullptr;
@@ -27,10 +27,11 @@ int launch(void (*kernel)(Parameters...), const Settings* settings, const Dim3* 
 
 }  // namespace mlaforge::sim
 
-#define MLAFORGE_SIMULATED_KERNEL(kernel)                                                                             \
-  extern "C" int mlaforge_launch(const mlaforge::sim::Settings* settings, const mlaforge::sim::Dim3* grid, int threads, \
-                                 unsigned smem, const mlaforge::sim::Region* regions, int region_count,               \
-                                 void* const* arguments, char* fault, int fault_size) {                               \
-    return mlaforge::sim::launch(&mlaforge::kernel, settings, grid, threads, smem, regions, region_count, arguments,  \
-                                 fault, fault_size);                                                                  \
+#define MLAFORGE_SIMULATED_KERNEL(kernel)                                                                              \
+  extern "C" int mlaforge_launch(const mlaforge::sim::Settings* settings, const mlaforge::sim::Dim3* grid,             \
+                                 const mlaforge::sim::Dim3* cluster, int threads, unsigned smem,                       \
+                                 const mlaforge::sim::Region* regions, int region_count, void* const* arguments,       \
+                                 char* fault, int fault_size) {                                                        \
+    return mlaforge::sim::launch(&mlaforge::kernel, settings, grid, cluster, threads, smem, regions, region_count,     \
+                                 arguments, fault, fault_size);                                                        \
   }

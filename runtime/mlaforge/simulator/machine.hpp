@@ -1,5 +1,5 @@
-// A small machine that runs the kernels' text on a CPU: the threads of a block as fibers, shared memory with a record of
-// who touched what, barriers, and asynchronous operations that land when a seed says so.
+// A small machine that runs the kernels' text on a CPU: the threads of a cluster's blocks as fibers, shared memory with a
+// record of who touched what, barriers, and asynchronous operations that land when a seed says so.
 //
 // It is no model of a GPU's speed. What it keeps is the part of the memory model that the kernels lean on: an order
 // between two accesses exists only where barriers, waits and fences make one. Every thread carries a vector clock of
@@ -63,19 +63,58 @@ constexpr std::uint32_t kSharedBase = 1024;  // the hardware keeps the first KiB
 
 using Clock = std::vector<std::uint32_t>;
 
+// Actors that appear late (bulk stores) lie behind the end of older clocks, which count as zero there.
 inline void join(Clock& into, const Clock& other) {
-  for (std::size_t i = 0; i < into.size(); ++i) into[i] = std::max(into[i], other[i]);
+  if (into.size() < other.size()) into.resize(other.size(), 0);
+  for (std::size_t i = 0; i < other.size(); ++i) into[i] = std::max(into[i], other[i]);
+}
+inline bool has_seen(const Clock& clock, std::int32_t actor, std::uint32_t time) {
+  return static_cast<std::size_t>(actor) < clock.size() && clock[actor] >= time;
+}
+inline void see(Clock& clock, std::int32_t actor, std::uint32_t time) {
+  if (static_cast<std::size_t>(actor) >= clock.size()) clock.resize(actor + 1, 0);
+  clock[actor] = std::max(clock[actor], time);
 }
 
-// What an actor has seen, and of that, which plain writes are visible to the async proxy.
+// Clocks of clusters, by the number of the cluster.
+using Clocks = std::map<std::uint64_t, Clock>;
+
+inline void join(Clocks& into, const Clocks& other) {
+  for (const auto& [cluster, clock] : other) join(into[cluster], clock);
+}
+
+// What an actor has seen of its own cluster, and of that, which plain writes are visible to the async proxy; and what
+// atomics told it of other clusters.
 struct View {
   Clock seen;
   Clock fenced;
   std::uint64_t version = 0;  // changes whenever the view does
+  std::shared_ptr<const Clocks> others;
   void join_with(const View& other) {
     join(seen, other.seen);
     join(fenced, other.fenced);
+    join_others(other.others);
     ++version;
+  }
+  void join_others(const std::shared_ptr<const Clocks>& more) {
+    if (!more || more == others) return;
+    if (!others) {
+      others = more;
+      return;
+    }
+    auto joined = std::make_shared<Clocks>(*others);
+    join(*joined, *more);
+    others = std::move(joined);
+  }
+};
+
+// What a release hands over: the views of those who released, by cluster.
+struct Released {
+  Clocks seen;
+  Clocks fenced;
+  void join_with(const Released& other) {
+    join(seen, other.seen);
+    join(fenced, other.fenced);
   }
 };
 
@@ -96,14 +135,40 @@ struct Shadow {
 
 // ---- Threads -----------------------------------------------------------------------------------------------------
 
+// A bulk store: reads shared memory, then writes global memory, each once and some time after the other.
+struct Store {
+  std::function<void()> read;
+  std::function<void()> write;
+};
+
+// A thread's bulk stores. Its groups are numbered from 1; their reads and their writes are an actor each, whose clock is
+// the number of the group.
+struct StoreQueue {
+  std::int32_t actor = -1;
+  std::vector<std::shared_ptr<Store>> open;
+  std::deque<std::vector<std::shared_ptr<Store>>> committed;  // not yet waited for
+  std::uint32_t groups = 0;
+  std::uint32_t read = 0;  // groups up to this one are known to have read shared memory
+  Where where = Where::current();  // of the last store
+};
+
 struct Fiber {
   ucontext_t context;
   jmp_buf jump;
   bool started = false;
   bool finished = false;
   bool overlap_waited = false;
-  int thread = 0;
+  bool cluster_arrived = false;
+  std::uint64_t cluster_generation = 0;
+  int block = 0;   // rank in the cluster
+  int thread = 0;  // in the block
   View view;
+  StoreQueue stores;
+  Released fenced;    // what its last fence hands over to its relaxed atomics
+  Released gathered;  // what its relaxed atomics found, for the next fence to take over
+  const void* polled = nullptr;  // the word that it reads again and again, what it finds there, and how often
+  std::int32_t polled_value = 0;
+  int polls = 0;
   std::function<bool()> ready;  // empty: runnable
   std::string waiting_for;
   Where waiting_at = Where::current();
@@ -126,7 +191,7 @@ struct NamedBarrier {
 };
 
 struct Mbarrier {
-  int index = 0;
+  std::int32_t actor = 0;
   std::uint32_t address = 0;
   int count = 0;
   int pending = 0;
@@ -168,7 +233,25 @@ struct TensorQueue {
 
 struct Copy {
   std::function<void()> land;
-  int thread;
+  Fiber* fiber;
+};
+
+// One block of the cluster that runs.
+struct Block {
+  Dim3 index{0, 0, 0};
+  int rank = 0;
+  std::vector<unsigned char> smem;
+  std::vector<Shadow> shadow;
+  std::vector<NamedBarrier> named;
+  std::map<std::uint32_t, Mbarrier> mbarriers;
+  std::vector<Gathering> gatherings;
+  std::vector<TensorQueue> queues;
+};
+
+// How global memory is accessed: by an asynchronous operation, by an atomic one.
+struct Manner {
+  const Access* async = nullptr;
+  bool atomic = false;
 };
 
 // Something that happened in the traced block. Accesses to shared memory are told in lines of 128 bytes, the unit of the
@@ -190,29 +273,41 @@ using TraceArguments = std::initializer_list<std::pair<const char*, std::int64_t
 
 class Machine {
  public:
-  Machine(const Settings& settings, Dim3 grid, int threads, std::uint32_t smem_bytes, std::vector<Region> regions)
+  // The blocks of a cluster run together, clusters one after another.
+  Machine(const Settings& settings, Dim3 grid, Dim3 cluster, int threads, std::uint32_t smem_bytes,
+          std::vector<Region> regions)
       : settings_(settings),
         random_(settings.seed * 0x9e3779b97f4a7c15ull + static_cast<std::uint64_t>(settings.kernel)),
         grid_(grid),
+        cluster_(cluster),
+        size_(static_cast<int>(cluster.x * cluster.y * cluster.z)),
         threads_(threads),
         warps_((threads + kWarp - 1) / kWarp),
-        actors_(threads + warps_ + kMaxBarriers),
+        actors_(size_ * (threads + warps_ + kMaxBarriers)),
         smem_bytes_(smem_bytes),
         regions_(std::move(regions)) {}
+
+  ~Machine() {
+    if (stacks_) munmap(stacks_, stack_bytes());
+  }
+  Machine(const Machine&) = delete;
+  Machine& operator=(const Machine&) = delete;
 
   // Runs every block of the grid; the text of the first fault, empty if there was none.
   std::string run(const std::function<void()>& kernel) {
     kernel_ = &kernel;
     if (!settings_.overlap) writers().clear();
-    std::vector<std::uint64_t> order(static_cast<std::size_t>(grid_.x) * grid_.y * grid_.z);
+    const Dim3 clusters{grid_.x / cluster_.x, grid_.y / cluster_.y, grid_.z / cluster_.z};
+    std::vector<std::uint64_t> order(static_cast<std::size_t>(clusters.x) * clusters.y * clusters.z);
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
     std::shuffle(order.begin(), order.end(), random_);
     allocate_stacks();
     for (std::uint64_t linear : order) {
-      block_ = {static_cast<unsigned>(linear % grid_.x), static_cast<unsigned>(linear / grid_.x % grid_.y),
-                static_cast<unsigned>(linear / grid_.x / grid_.y)};
-      run_block();
       if (!fault_.empty()) break;
+      number_ = linear;
+      run_cluster({static_cast<unsigned>(linear % clusters.x) * cluster_.x,
+                   static_cast<unsigned>(linear / clusters.x % clusters.y) * cluster_.y,
+                   static_cast<unsigned>(linear / clusters.x / clusters.y) * cluster_.z});
     }
     if (settings_.trace) write_trace();
     return fault_;
@@ -223,7 +318,18 @@ class Machine {
   int thread() const { return current_->thread; }
   int warp() const { return current_->thread / kWarp; }
   int lane() const { return current_->thread % kWarp; }
-  Dim3 block() const { return block_; }
+  // The running thread's block.
+  Block& home() { return blocks_[current_->block]; }
+  const Block& home() const { return blocks_[current_->block]; }
+  Block& peer(int rank, const Where& where) {
+    if (rank < 0 || rank >= size_) fail(where, "rank %d in a cluster of %d blocks", rank, size_);
+    return blocks_[rank];
+  }
+  Dim3 block() const { return home().index; }
+  int cluster_size() const { return size_; }
+  std::int32_t actor() const { return current_->block * threads_ + current_->thread; }
+  // The threads of the running thread's warp.
+  Fiber& lane_of_warp(int lane) { return *fibers_[current_->block * threads_ + warp() * kWarp + lane]; }
   Dim3 grid() const { return grid_; }
   int threads() const { return threads_; }
 
@@ -259,10 +365,10 @@ class Machine {
 
   // -- collectives of a warp: `last` runs once, when all lanes have arrived, with what each brought.
   void gather(const char* what, const Where& where, void* mine, const std::function<void(void* const*)>& last) {
-    Gathering& g = gatherings_[warp()];
+    Gathering& g = home().gatherings[warp()];
     const int lanes = std::min(kWarp, threads_ - warp() * kWarp);
     for (int i = 0; i < lanes; ++i) {
-      if (fibers_[warp() * kWarp + i]->finished) {
+      if (lane_of_warp(i).finished) {
         fail(where, "%s: lane %d of the warp has exited", what, i);
       }
     }
@@ -286,31 +392,37 @@ class Machine {
   // -- views
   View& view() { return current_->view; }
   void tick() {
-    ++current_->view.seen[thread()];
+    ++current_->view.seen[actor()];
     ++current_->view.version;
   }
   void fence_async() {
     current_->view.fenced = current_->view.seen;
     ++current_->view.version;
   }
-  int tensor_actor(int warp) const { return threads_ + warp; }
-  int barrier_actor(const Mbarrier& bar) const { return threads_ + warps_ + bar.index; }
-  View fresh_view() const { return View{Clock(actors_, 0), Clock(actors_, 0), 0}; }
+  // Actors: the threads of every block, then the warps' tensor cores, then the mbarriers.
+  std::int32_t tensor_actor() const { return size_ * threads_ + current_->block * warps_ + warp(); }
+  View fresh_view() const { return View{Clock(actors_, 0), Clock(actors_, 0), 0, nullptr}; }
 
   // -- shared memory
   unsigned char* shared(std::uint32_t address, std::uint32_t bytes, const Where& where) {
+    return shared(home(), address, bytes, where);
+  }
+  unsigned char* shared(Block& block, std::uint32_t address, std::uint32_t bytes, const Where& where) {
     if (address < kSharedBase || address + bytes > kSharedBase + smem_bytes_) {
       fail(where, "shared access out of bounds: %u bytes at %u of %u", bytes, address - kSharedBase, smem_bytes_);
     }
-    return smem_.data() + (address - kSharedBase);
+    return block.smem.data() + (address - kSharedBase);
   }
 
   // Checks and records an access by an actor whose view is `view`.
   void touch(std::uint32_t address, std::uint32_t bytes, bool write, Access access, const View& view) {
-    if (tracing()) trace_access(address - kSharedBase, bytes, write, access);
+    touch(home(), address, bytes, write, access, view);
+  }
+  void touch(Block& block, std::uint32_t address, std::uint32_t bytes, bool write, Access access, const View& view) {
+    if (tracing() && &block == &home()) trace_access(address - kSharedBase, bytes, write, access);
     const std::uint32_t first = (address - kSharedBase) / 4, last = (address - kSharedBase + bytes - 1) / 4;
     for (std::uint32_t i = first; i <= last; ++i) {
-      Shadow& s = shadow_[i];
+      Shadow& s = block.shadow[i];
       if (s.write.actor >= 0 && s.write.actor != access.actor) require_order(s.write, "write", access, write, view, i);
       if (write) {
         for (const Access& read : s.reads) {
@@ -333,29 +445,75 @@ class Machine {
   unsigned char* plain(std::uint32_t address, std::uint32_t bytes, bool write, const Where& where) {
     unsigned char* p = shared(address, bytes, where);
     if (address % bytes) fail(where, "misaligned shared access: %u bytes at %u", bytes, address - kSharedBase);
-    touch(address, bytes, write, {thread(), view().seen[thread()], Proxy::generic, where}, view());
+    touch(address, bytes, write, {actor(), view().seen[actor()], Proxy::generic, where}, view());
     return p;
   }
 
   // -- global memory
-  void global(const void* pointer, std::uint64_t bytes, bool write, const Where& where) {
+  void global(const void* pointer, std::uint64_t bytes, bool write, const Where& where, Manner manner = {}) {
     const auto address = reinterpret_cast<std::uint64_t>(pointer);
     if (address % bytes && bytes <= 16) fail(where, "misaligned global access: %lu bytes at %#lx", bytes, address);
     for (std::size_t r = 0; r < regions_.size(); ++r) {
       const Region& region = regions_[r];
       if (address < region.address || address + bytes > region.address + region.bytes) continue;
       if (write && !region.writable) fail(where, "write to %s, which is an input", region.name);
-      track_global(address, bytes, write, region, where);
+      track_global(address, bytes, write, region, where, manner);
       return;
     }
     fail(where, "global %s out of bounds: %lu bytes at %#lx, outside of every tensor", write ? "write" : "read", bytes,
          address);
   }
 
+  // -- atomics: between clusters, and between threads, nothing else makes an order in global memory
+
+  // What is known of a word that atomics change, taken over and handed over by an atomic of the running thread. It is
+  // `acquire` and `release`, or relaxed, for fences to complete.
+  void atomic(const void* pointer, bool acquire, bool release) {
+    Released& word = atomics_[reinterpret_cast<std::uint64_t>(pointer)];
+    const Released found = word;
+    if (release) {
+      word.join_with(released());
+      tick();
+    } else {
+      word.join_with(current_->fenced);
+    }
+    if (acquire) {
+      take_over(found);
+    } else {
+      current_->gathered.join_with(found);
+    }
+  }
+
+  void fence_gpu() {
+    take_over(current_->gathered);
+    current_->fenced = released();
+    tick();
+  }
+
+  // The running thread reads `value` at an atomic word without changing it. After many times it waits for a change, so
+  // that a loop around it ends in a deadlock that can be reported.
+  void poll(const std::int32_t* word, std::int32_t value, const Where& where) {
+    Fiber& self = *current_;
+    if (self.polled != word || self.polled_value != value) {
+      self.polled = word;
+      self.polled_value = value;
+      self.polls = 0;
+    }
+    if (++self.polls < kPatience) {
+      maybe_yield();
+      return;
+    }
+    self.polls = 0;
+    block_until([word, value] { return *word != value; },
+                "a change of a word in global memory that holds " + std::to_string(value) +
+                    " (blocks outside of a cluster run one after another)",
+                where);
+  }
+
   // -- barriers
   NamedBarrier& named(int id, const Where& where) {
     if (id < 0 || id > 15) fail(where, "named barrier %d: ids are 0 to 15", id);
-    return named_[id];
+    return home().named[id];
   }
 
   // Arrives; the generation that will release this arrival.
@@ -383,7 +541,7 @@ class Machine {
 
   void sync_named(int id, int count, const Where& where) {
     const std::uint64_t generation = arrive_named(id, count, where);
-    NamedBarrier& bar = named_[id];
+    NamedBarrier& bar = home().named[id];
     if (lane() == 0) event("barrier", where, {{"id", id}, {"threads", count}});
     block_until([&bar, generation] { return bar.generation != generation; },
                 "named barrier " + std::to_string(id) + " for " + std::to_string(count) + " threads", where);
@@ -391,11 +549,34 @@ class Machine {
     view().join_with(bar.released);
   }
 
-  Mbarrier& mbarrier(std::uint32_t address, const Where& where) {
-    auto found = mbarriers_.find(address);
-    if (found == mbarriers_.end()) fail(where, "no mbarrier was initialised at %u", address - kSharedBase);
+  // The barrier of all threads of the cluster that have not exited, in two halves.
+  void arrive_cluster(const Where& where) {
+    if (current_->cluster_arrived) fail(where, "a second arrival at the cluster barrier, with no wait between");
+    if (cluster_barrier_.arrived++ == 0) cluster_barrier_.gathering = fresh_view();
+    cluster_barrier_.gathering.join_with(view());
+    tick();
+    current_->cluster_arrived = true;
+    current_->cluster_generation = cluster_barrier_.generation;
+    event("cluster arrive", where);
+    settle_cluster();
+    maybe_yield();
+  }
+
+  void wait_cluster(const Where& where) {
+    if (!current_->cluster_arrived) fail(where, "a wait at the cluster barrier without an arrival");
+    event("cluster wait", where);
+    block_until([this, generation = current_->cluster_generation] { return cluster_barrier_.generation != generation; },
+                "the other threads of the cluster", where);
+    current_->cluster_arrived = false;
+    view().join_with(cluster_barrier_.released);
+  }
+
+  Mbarrier& mbarrier(std::uint32_t address, const Where& where) { return mbarrier(home(), address, where); }
+  Mbarrier& mbarrier(Block& block, std::uint32_t address, const Where& where) {
+    auto found = block.mbarriers.find(address);
+    if (found == block.mbarriers.end()) fail(where, "no mbarrier was initialised at %u", address - kSharedBase);
     Mbarrier& bar = found->second;
-    if (bar.init.actor != thread() && view().seen[bar.init.actor] < bar.init.clock) {
+    if (bar.init.actor != actor() && !has_seen(view().seen, bar.init.actor, bar.init.clock)) {
       fail(where, "the mbarrier at %u is used without an order behind its initialisation at %s", address - kSharedBase,
            place(bar.init.where).c_str());
     }
@@ -405,25 +586,30 @@ class Machine {
   void init_mbarrier(std::uint32_t address, int count, const Where& where) {
     shared(address, 8, where);
     if (address % 8) fail(where, "misaligned mbarrier at %u", address - kSharedBase);
-    if (mbarriers_.count(address)) fail(where, "the mbarrier at %u is initialised twice", address - kSharedBase);
-    if (mbarriers_.size() == kMaxBarriers) fail(where, "more than %d mbarriers", kMaxBarriers);
+    auto& mbarriers = home().mbarriers;
+    if (mbarriers.count(address)) fail(where, "the mbarrier at %u is initialised twice", address - kSharedBase);
+    if (mbarriers.size() == kMaxBarriers) fail(where, "more than %d mbarriers", kMaxBarriers);
     Mbarrier bar;
-    bar.index = static_cast<int>(mbarriers_.size());
+    bar.actor = size_ * (threads_ + warps_) + current_->block * kMaxBarriers + static_cast<int>(mbarriers.size());
     bar.address = address - kSharedBase;
     bar.count = bar.pending = count;
-    bar.init = {thread(), view().seen[thread()], Proxy::generic, where};
+    bar.init = {actor(), view().seen[actor()], Proxy::generic, where};
     bar.gathering = bar.completed = fresh_view();
-    mbarriers_.emplace(address, std::move(bar));
+    mbarriers.emplace(address, std::move(bar));
   }
 
   void fence_mbarriers() {
-    for (auto& [address, bar] : mbarriers_) {
-      if (bar.init.actor == thread()) bar.fenced = true;
+    for (auto& [address, bar] : home().mbarriers) {
+      if (bar.init.actor == actor()) bar.fenced = true;
     }
   }
 
   void arrive_mbarrier(std::uint32_t address, std::int64_t expect, const Where& where) {
-    Mbarrier& bar = mbarrier(address, where);
+    arrive_mbarrier(home(), address, expect, where);
+  }
+  void arrive_mbarrier(Block& block, std::uint32_t address, std::int64_t expect, const Where& where) {
+    require_alive(block, where);
+    Mbarrier& bar = mbarrier(block, address, where);
     if (bar.pending == 0) {
       fail(where, "the mbarrier at %u gets more than its %d arrivals in phase %u", address - kSharedBase, bar.count, bar.phase);
     }
@@ -445,30 +631,85 @@ class Machine {
     view().join_with(bar.completed);
   }
 
-  // -- asynchronous copies into shared memory, counted on a barrier
-  void copy_async(std::uint32_t bar_address, std::int64_t bytes, const Where& where,
+  // -- asynchronous copies into shared memory of a block of the cluster, counted on a barrier there
+  void copy_async(Block& target, std::uint32_t bar_address, std::int64_t bytes, const Where& where,
                   const std::function<void(Access, const View&)>& write) {
-    Mbarrier& bar = mbarrier(bar_address, where);
+    Mbarrier& bar = mbarrier(target, bar_address, where);
     if (!bar.fenced) fail(where, "the mbarrier at %u is not visible to TMA: fence its initialisation", bar_address - kSharedBase);
     const std::int64_t number = ++copies_issued_;
     event("copy", where, {{"copy", number}, {"mbarrier", bar.address}, {"phase", bar.phase}, {"bytes", bytes}});
     // Everything that lands in a phase becomes known together, when the phase ends: the phase is the actor's clock.
-    const Access access{barrier_actor(bar), bar.phase + 1, Proxy::async, where};
+    const Access access{bar.actor, bar.phase + 1, Proxy::async, where};
     const View issued = view();
-    copies_.push_back({[this, &bar, bytes, number, access, issued, write] {
+    copies_.push_back({[this, &target, &bar, bytes, number, access, issued, write] {
+                         if (target.rank != current_->block) require_alive(target, access.where);
                          landing_ = event("landed", access.where, {{"copy", number}});
                          write(access, issued);
                          landing_ = nullptr;
                          bar.bytes -= bytes;
                          settle(bar, access.where);
                        },
-                       thread()});
+                       current_});
+    // What the thread does from here on is no longer ordered before the copy.
+    tick();
     if (settings_.mode == 0) land_copy(copies_.size() - 1);
     maybe_yield();
   }
 
+  // -- bulk stores: shared memory is read, and global memory written, some time between issue and wait
+  void store_async(const Where& where, std::function<void(Access, const View&)> read, std::function<void(Access)> write) {
+    StoreQueue& q = current_->stores;
+    if (q.actor < 0) {
+      q.actor = actors_ + 2 * static_cast<std::int32_t>(storers_.size());
+      storers_.push_back(current_);
+    }
+    const Access reads{q.actor, q.groups + 1, Proxy::async, where};
+    const Access writes{q.actor + 1, q.groups + 1, Proxy::async, where};
+    auto store = std::make_shared<Store>();
+    store->read = [this, reads, issued = view(), read = std::move(read)] {
+      landing_ = event("store read", reads.where, {{"group", reads.clock}});
+      read(reads, issued);
+      landing_ = nullptr;
+    };
+    store->write = [writes, write = std::move(write)] { write(writes); };
+    event("store", where, {{"group", reads.clock}});
+    q.where = where;
+    q.open.push_back(store);
+    stores_.push_back({std::move(store), current_});
+    tick();
+    if (settings_.mode == 0) land_store(stores_.size() - 1, true);
+    maybe_yield();
+  }
+
+  void commit_stores() {
+    StoreQueue& q = current_->stores;
+    q.committed.push_back(std::move(q.open));
+    q.open.clear();
+    ++q.groups;
+  }
+
+  // Waits until all groups but the newest `pending` have read shared memory or, `whole`, have written it out.
+  void wait_stores(int pending, bool whole, const Where& where) {
+    StoreQueue& q = current_->stores;
+    if (q.actor < 0) return;
+    for (std::size_t i = 0; i + pending < q.committed.size(); ++i) {
+      for (auto& store : q.committed[i]) advance(*store, whole);
+    }
+    if (q.groups > static_cast<std::uint32_t>(pending)) {
+      q.read = std::max(q.read, q.groups - pending);
+      see(view().seen, q.actor, q.read);
+      if (whole) see(view().seen, q.actor + 1, q.groups - pending);
+      ++view().version;
+    }
+    if (whole) {
+      while (q.committed.size() > static_cast<std::size_t>(pending)) q.committed.pop_front();
+    }
+    event(whole ? "store waited" : "store read waited", where, {{"pending", pending}});
+    maybe_yield();
+  }
+
   // -- WGMMA: one warp's share at a time
-  TensorQueue& queue() { return queues_[warp()]; }
+  TensorQueue& queue() { return home().queues[warp()]; }
 
   // Issues one operation of the warp; `first` is the warp's first thread. Its accesses are those of an actor of its own,
   // which knows what the 32 lanes knew.
@@ -476,17 +717,17 @@ class Machine {
     TensorQueue& q = queue();
     if (!q.fenced) fail(where, "wgmma without a wgmma fence since the registers were last in use");
     bool changed = q.view == nullptr;
-    for (int i = 0; i < kWarp; ++i) changed |= q.joined[i] != fibers_[warp() * kWarp + i]->view.version;
+    for (int i = 0; i < kWarp; ++i) changed |= q.joined[i] != lane_of_warp(i).view.version;
     if (changed) {
       auto joined = std::make_shared<View>(q.view ? *q.view : fresh_view());
       for (int i = 0; i < kWarp; ++i) {
-        const View& lane = fibers_[warp() * kWarp + i]->view;
+        const View& lane = lane_of_warp(i).view;
         joined->join_with(lane);
         q.joined[i] = lane.version;
       }
       q.view = std::move(joined);
     }
-    const Access access{tensor_actor(warp()), ++q.clock, Proxy::async, where};
+    const Access access{tensor_actor(), ++q.clock, Proxy::async, where};
     event("wgmma", where, {{"operation", q.clock}});
     q.open.push_back({[this, access, view = q.view, compute = std::move(compute)] {
       landing_ = event("wgmma landed", access.where, {{"operation", access.clock}});
@@ -518,7 +759,7 @@ class Machine {
 
   // What a lane knows after the wait.
   void see_matmuls() {
-    view().seen[tensor_actor(warp())] = queue().done;
+    view().seen[tensor_actor()] = queue().done;
     ++view().version;
   }
 
@@ -545,25 +786,32 @@ class Machine {
 
  private:
   static constexpr std::size_t kStack = 128 << 10;
+  // Reads of an unchanged word after which a thread counts as waiting for it.
+  static constexpr int kPatience = 1000;
+
+  std::size_t stack_bytes() const { return kStack * threads_ * size_; }
 
   void allocate_stacks() {
-    stacks_ = static_cast<unsigned char*>(mmap(nullptr, kStack * threads_, PROT_READ | PROT_WRITE,
-                                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (stacks_ == MAP_FAILED) fault_ = "no memory for the stacks of the threads";
+    void* memory = mmap(nullptr, stack_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+      fault_ = "no memory for the stacks of the threads";
+    } else {
+      stacks_ = static_cast<unsigned char*>(memory);
+    }
   }
 
   bool tracing() const {
     const std::uint32_t* b = settings_.trace_block;
-    return settings_.trace && current_ && block_.x == b[0] && block_.y == b[1] && block_.z == b[2];
+    return settings_.trace && current_ && block().x == b[0] && block().y == b[1] && block().z == b[2];
   }
 
   void trace_access(std::uint32_t offset, std::uint32_t bytes, bool write, const Access& access) {
     TraceEvent* into = landing_;
     if (access.proxy == Proxy::generic) {
-      TraceEvent*& open = open_accesses_[{access.actor / kWarp, write, access.where.line(), access.where.file_name()}];
+      TraceEvent*& open = open_accesses_[{warp(), write, access.where.line(), access.where.file_name()}];
       if (!open) {
         ++steps_;
-        trace_.push_back({steps_ - first_step_, 0, access.actor, write ? "write" : "read", access.where, "", {}});
+        trace_.push_back({steps_ - first_step_, 0, access.actor % threads_, write ? "write" : "read", access.where, "", {}});
         open = &trace_.back();
       }
       open->until = steps_ - first_step_;
@@ -573,88 +821,136 @@ class Machine {
     for (std::uint32_t line = offset / kTraceLine; line <= (offset + bytes - 1) / kTraceLine; ++line) into->lines.insert(line);
   }
 
-  void run_block() {
+  void run_cluster(Dim3 first) {
     first_step_ = steps_;
     open_accesses_.clear();
-    smem_.assign(smem_bytes_, 0xff);  // NaN in every 16- and 32-bit format
-    shadow_.assign(smem_bytes_ / 4 + 1, Shadow{});
-    mbarriers_.clear();
+    blocks_.assign(size_, Block{});
+    for (int rank = 0; rank < size_; ++rank) {
+      Block& block = blocks_[rank];
+      const auto r = static_cast<unsigned>(rank);
+      block.rank = rank;
+      block.index = {first.x + r % cluster_.x, first.y + r / cluster_.x % cluster_.y, first.z + r / cluster_.x / cluster_.y};
+      block.smem.assign(smem_bytes_, 0xff);  // NaN in every 16- and 32-bit format
+      block.shadow.assign(smem_bytes_ / 4 + 1, Shadow{});
+      block.named.assign(16, NamedBarrier{});
+      block.gatherings.assign(warps_, Gathering{});
+      block.queues.assign(warps_, TensorQueue{});
+    }
     copies_.clear();
-    named_.assign(16, NamedBarrier{});
-    gatherings_.assign(warps_, Gathering{});
-    queues_.assign(warps_, TensorQueue{});
+    stores_.clear();
+    storers_.clear();
+    cluster_barrier_ = NamedBarrier{};
     fibers_.clear();
-    for (int t = 0; t < threads_; ++t) {
+    for (int i = 0; i < size_ * threads_; ++i) {
       auto fiber = std::make_unique<Fiber>();
-      fiber->thread = t;
+      fiber->block = i / threads_;
+      fiber->thread = i % threads_;
       fiber->view = fresh_view();
-      fiber->view.seen[t] = 1;
+      fiber->view.seen[i] = 1;
       getcontext(&fiber->context);
-      fiber->context.uc_stack.ss_sp = stacks_ + kStack * t;
+      fiber->context.uc_stack.ss_sp = stacks_ + kStack * i;
       fiber->context.uc_stack.ss_size = kStack;
       fiber->context.uc_link = nullptr;
       makecontext(&fiber->context, reinterpret_cast<void (*)()>(&Machine::enter), 0);
       fibers_.push_back(std::move(fiber));
     }
+    alive_ = size_ * threads_;
     schedule();
     if (!fault_.empty()) return;
-    for (const TensorQueue& q : queues_) {
-      if (!q.open.empty() || !q.committed.empty()) {
-        current_ = fibers_.front().get();
+    for (const Block& block : blocks_) {
+      current_ = fibers_[block.rank * threads_].get();
+      for (const TensorQueue& q : block.queues) {
+        if (q.open.empty() && q.committed.empty()) continue;
         report(Where::current(), "a warp ends with wgmma that nobody waited for");
         return;
       }
-    }
-    for (const auto& [address, bar] : mbarriers_) {
-      if (bar.bytes != 0) {
-        current_ = fibers_.front().get();
+      for (const auto& [address, bar] : block.mbarriers) {
+        if (bar.bytes == 0) continue;
         report(bar.init.where, ("the mbarrier at " + std::to_string(address - kSharedBase) + " ends with " +
                                 std::to_string(bar.bytes) + " bytes that were expected and not copied").c_str());
         return;
       }
     }
+    current_ = nullptr;
+  }
+
+  // At the end of a thread.
+  void finish() {
+    Fiber& self = *current_;
+    if (!self.stores.open.empty() || self.stores.read < self.stores.groups) {
+      fail(self.stores.where, "a thread ends with bulk stores whose reading nobody waited for");
+    }
+    if (self.cluster_arrived) fail(Where::current(), "a thread ends between arrival and wait at the cluster barrier");
+    self.finished = true;
+    --alive_;
+    settle_cluster();
   }
 
   void schedule() {
     std::vector<Fiber*> runnable;
     while (fault_.empty()) {
       runnable.clear();
-      bool alive = false;
       for (auto& fiber : fibers_) {
-        if (fiber->finished) continue;
-        alive = true;
-        if (!fiber->ready || fiber->ready()) runnable.push_back(fiber.get());
+        if (!fiber->finished && (!fiber->ready || fiber->ready())) runnable.push_back(fiber.get());
       }
-      if (!alive) {
-        while (!copies_.empty() && fault_.empty()) land_copy(random_() % copies_.size());
+      if (alive_ == 0) {
+        while (!copies_.empty() && fault_.empty()) attempt([this] { land_copy(random_() % copies_.size()); });
+        while (!stores_.empty() && fault_.empty()) attempt([this] { land_store(random_() % stores_.size(), true); });
         return;
       }
-      if (settings_.mode == 2) land_some_matmuls();
+      if (settings_.mode == 2) attempt([this] { land_some_matmuls(); });
+      if (!stores_.empty() && (runnable.empty() || (settings_.mode == 2 && random_() % 4 == 0))) {
+        attempt([this, all = runnable.empty()] { land_store(random_() % stores_.size(), all || random_() % 2 == 0); });
+        if (runnable.empty()) continue;
+      }
       if (!copies_.empty() && (runnable.empty() || (settings_.mode == 2 && random_() % 4 == 0))) {
-        land_copy(random_() % copies_.size());
+        attempt([this] { land_copy(random_() % copies_.size()); });
         if (runnable.empty()) continue;
       }
       if (runnable.empty()) {
-        deadlock();
+        if (fault_.empty()) deadlock();
         return;
       }
       // One warp at a time, in an order of the seed: its lanes run until each has to wait.
-      const int chosen = runnable[random_() % runnable.size()]->thread / kWarp;
+      const Fiber* chosen = runnable[random_() % runnable.size()];
       for (Fiber* fiber : runnable) {
-        if (fiber->thread / kWarp != chosen || !fault_.empty()) continue;
+        if (fiber->block != chosen->block || fiber->thread / kWarp != chosen->thread / kWarp || !fault_.empty()) continue;
         ++steps_;
         resume(*fiber);
       }
     }
   }
 
+  // Runs what may fail on behalf of a thread that is not running.
+  template <class F>
+  void attempt(F operation) {
+    Fiber* const before = current_;
+    if (_setjmp(scheduler_) == 0) operation();
+    current_ = before;
+  }
+
   void land_copy(std::size_t i) {
     Copy copy = std::move(copies_[i]);
     copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(i));
     Fiber* const before = current_;
-    current_ = fibers_[copy.thread].get();
+    current_ = copy.fiber;
     copy.land();
     current_ = before;
+  }
+
+  // Takes a bulk store further: it reads, and if it is to be `whole` also writes.
+  static void advance(Store& store, bool whole) {
+    if (store.read) std::exchange(store.read, nullptr)();
+    if (whole && store.write) std::exchange(store.write, nullptr)();
+  }
+
+  void land_store(std::size_t i, bool whole) {
+    const auto [store, fiber] = stores_[i];
+    Fiber* const before = current_;
+    current_ = fiber;
+    advance(*store, whole);
+    current_ = before;
+    if (!store->write) stores_.erase(stores_.begin() + static_cast<std::ptrdiff_t>(i));
   }
 
   static void land(Matmul& m) {
@@ -665,13 +961,14 @@ class Machine {
   }
 
   void land_some_matmuls() {
-    const int w = static_cast<int>(random_() % warps_);
-    for (MatmulGroup& group : queues_[w].committed) {
+    const int w = static_cast<int>(random_() % (warps_ * size_));
+    Block& block = blocks_[w / warps_];
+    for (MatmulGroup& group : block.queues[w % warps_].committed) {
       for (Matmul& m : group.operations) {
         if (!m.land) continue;
         if (random_() % 3 == 0) return;
         Fiber* const before = current_;
-        current_ = fibers_[w * kWarp].get();
+        current_ = fibers_[block.rank * threads_ + w % warps_ * kWarp].get();
         land(m);
         current_ = before;
         if (!fault_.empty()) return;
@@ -684,8 +981,42 @@ class Machine {
     event("phase", where, {{"mbarrier", bar.address}, {"phase", bar.phase}});
     bar.pending = bar.count;
     ++bar.phase;
-    bar.gathering.seen[barrier_actor(bar)] = bar.phase;
+    bar.gathering.seen[bar.actor] = bar.phase;
     bar.completed.join_with(bar.gathering);
+  }
+
+  void settle_cluster() {
+    NamedBarrier& bar = cluster_barrier_;
+    if (bar.arrived == 0 || bar.arrived < alive_) return;
+    bar.arrived = 0;
+    bar.released = bar.gathering;
+    ++bar.generation;
+  }
+
+  // Reaching for the shared memory of a block needs that block to be there.
+  void require_alive(const Block& block, const Where& where) {
+    if (size_ == 1) return;
+    for (int t = 0; t < threads_; ++t) {
+      if (!fibers_[block.rank * threads_ + t]->finished) return;
+    }
+    fail(where, "access to shared memory of the block of rank %d, which has exited", block.rank);
+  }
+
+  // What the running thread hands over by a release.
+  Released released() const {
+    Released r;
+    if (current_->view.others) r.seen = *current_->view.others;
+    join(r.seen[number_], current_->view.seen);
+    join(r.fenced[number_], current_->view.fenced);
+    return r;
+  }
+
+  void take_over(const Released& found) {
+    View& mine = view();
+    if (auto own = found.seen.find(number_); own != found.seen.end()) join(mine.seen, own->second);
+    if (auto own = found.fenced.find(number_); own != found.fenced.end()) join(mine.fenced, own->second);
+    mine.join_others(std::make_shared<const Clocks>(found.seen));
+    ++mine.version;
   }
 
   void resume(Fiber& fiber) {
@@ -710,9 +1041,9 @@ class Machine {
 
   void require_order(const Access& before, const char* kind, const Access& now, bool write, const View& view,
                      std::uint32_t word) {
-    const bool ordered = view.seen[before.actor] >= before.clock;
+    const bool ordered = has_seen(view.seen, before.actor, before.clock);
     const bool crosses = before.proxy == Proxy::generic && now.proxy == Proxy::async && std::strcmp(kind, "write") == 0;
-    if (ordered && (!crosses || view.fenced[before.actor] >= before.clock)) return;
+    if (ordered && (!crosses || has_seen(view.fenced, before.actor, before.clock))) return;
     char text[512];
     std::snprintf(text, sizeof text, "shared memory race at byte %u: this %s%s by %s, and the %s%s by %s at %s, %s", word * 4,
                   now.proxy == Proxy::async ? "asynchronous " : "", write ? "write" : "read", actor_name(now.actor).c_str(),
@@ -720,97 +1051,113 @@ class Machine {
                   place(before.where).c_str(),
                   ordered ? "have no fence.proxy.async between them" : "are not ordered by any barrier or wait");
     report(now.where, text);
-    abandon_operation();
-  }
-
-  // A fault may be found while the scheduler itself lands an operation: it goes on, and stops at its next step.
-  void abandon_operation() {
-    if (in_fiber()) abandon();
-  }
-  bool in_fiber() const {
-    const auto* here = reinterpret_cast<const unsigned char*>(__builtin_frame_address(0));
-    return here >= stacks_ && here < stacks_ + kStack * threads_;
+    abandon();
   }
 
   std::string actor_name(int actor) const {
-    if (actor < threads_) return "thread " + std::to_string(actor) + " (warp " + std::to_string(actor / kWarp) + ")";
-    if (actor < threads_ + warps_) return "wgmma of warp " + std::to_string(actor - threads_);
-    return "TMA on mbarrier " + std::to_string(actor - threads_ - warps_);
+    if (actor >= actors_) {
+      const Fiber& storer = *storers_[(actor - actors_) / 2];
+      return "a bulk store of thread " + std::to_string(storer.thread) + of_block(storer.block);
+    }
+    if (actor < size_ * threads_) {
+      const int thread = actor % threads_;
+      return "thread " + std::to_string(thread) + " (warp " + std::to_string(thread / kWarp) + ")" + of_block(actor / threads_);
+    }
+    actor -= size_ * threads_;
+    if (actor < size_ * warps_) return "wgmma of warp " + std::to_string(actor % warps_) + of_block(actor / warps_);
+    actor -= size_ * warps_;
+    return "TMA on mbarrier " + std::to_string(actor % kMaxBarriers) + of_block(actor / kMaxBarriers);
   }
+  std::string of_block(int rank) const { return size_ == 1 ? "" : " of rank " + std::to_string(rank); }
 
   void report(const Where& where, const char* text) {
     if (!fault_.empty()) return;
-    fault_ = place(where) + ": block (" + std::to_string(block_.x) + ", " + std::to_string(block_.y) + ", " +
-             std::to_string(block_.z) + ")";
-    if (current_) fault_ += ", warp " + std::to_string(warp()) + ", thread " + std::to_string(thread());
-    fault_ += ": ";
+    const Dim3 at = block();
+    fault_ = place(where) + ": block (" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) +
+             "), warp " + std::to_string(warp()) + ", thread " + std::to_string(thread()) + ": ";
     fault_ += text;
   }
 
   void deadlock() {
-    std::map<std::string, std::vector<int>> waiting;
+    std::map<std::string, std::vector<std::string>> waiting;
+    const Fiber* first = nullptr;
     for (const auto& fiber : fibers_) {
       if (fiber->finished) continue;
-      const int warp = fiber->thread / kWarp;
+      if (!first) first = fiber.get();
+      const std::string warp = std::to_string(fiber->thread / kWarp) + of_block(fiber->block);
       auto& warps = waiting[place(fiber->waiting_at) + " waits for " + fiber->waiting_for];
       if (warps.empty() || warps.back() != warp) warps.push_back(warp);
     }
     std::string text = "deadlock:";
     for (const auto& [what, warps] : waiting) {
       text += "\n  warp";
-      for (int warp : warps) text += " " + std::to_string(warp);
+      for (const std::string& warp : warps) text += " " + warp;
       text += " at " + what;
     }
-    for (const auto& [address, bar] : mbarriers_) {
-      text += "\n  mbarrier at " + std::to_string(address - kSharedBase) + ": phase " + std::to_string(bar.phase) + ", " +
-              std::to_string(bar.pending) + " of " + std::to_string(bar.count) + " arrivals and " +
-              std::to_string(bar.bytes) + " bytes missing";
-    }
-    for (std::size_t id = 0; id < named_.size(); ++id) {
-      if (named_[id].arrived) {
-        text += "\n  named barrier " + std::to_string(id) + ": " + std::to_string(named_[id].arrived) + " of " +
-                std::to_string(named_[id].expected) + " threads";
+    for (const Block& block : blocks_) {
+      for (const auto& [address, bar] : block.mbarriers) {
+        text += "\n  mbarrier at " + std::to_string(address - kSharedBase) + of_block(block.rank) + ": phase " +
+                std::to_string(bar.phase) + ", " + std::to_string(bar.pending) + " of " + std::to_string(bar.count) +
+                " arrivals and " + std::to_string(bar.bytes) + " bytes missing";
+      }
+      for (std::size_t id = 0; id < block.named.size(); ++id) {
+        if (block.named[id].arrived) {
+          text += "\n  named barrier " + std::to_string(id) + of_block(block.rank) + ": " +
+                  std::to_string(block.named[id].arrived) + " of " + std::to_string(block.named[id].expected) + " threads";
+        }
       }
     }
-    for (const auto& fiber : fibers_) {
-      if (!fiber->finished) {
-        current_ = fiber.get();
-        report(fiber->waiting_at, text.c_str());
-        current_ = nullptr;
-        return;
-      }
+    if (cluster_barrier_.arrived) {
+      text += "\n  cluster barrier: " + std::to_string(cluster_barrier_.arrived) + " of " + std::to_string(alive_) + " threads";
     }
+    current_ = fibers_[first->block * threads_ + first->thread].get();
+    report(first->waiting_at, text.c_str());
   }
 
-  // Words of global memory and who wrote them last: another block of the same kernel must not touch them, nor a kernel
-  // that runs ahead of its predecessor's end. Kept across launches by the host process.
+  // Words of global memory and who wrote them last: another block of the same kernel must not touch them without an order
+  // that atomics or its cluster's barriers make, nobody before an asynchronous write was waited for, nor a kernel that runs
+  // ahead of its predecessor's end. Kept across launches by the host process.
   struct Writer {
     std::int32_t kernel;
-    std::uint64_t block;
-    Where where;
+    std::uint64_t cluster;
+    int rank;
+    Access access;
+    bool atomic;
   };
   static std::unordered_map<std::uint64_t, Writer>& writers() {
     static std::unordered_map<std::uint64_t, Writer> words;
     return words;
   }
 
-  void track_global(std::uint64_t address, std::uint64_t bytes, bool write, const Region& region, const Where& where) {
+  bool knows_of(const Writer& w) const {
+    const View& mine = current_->view;
+    if (w.cluster == number_) return has_seen(mine.seen, w.access.actor, w.access.clock);
+    if (!mine.others) return false;
+    const auto found = mine.others->find(w.cluster);
+    return found != mine.others->end() && has_seen(found->second, w.access.actor, w.access.clock);
+  }
+
+  void track_global(std::uint64_t address, std::uint64_t bytes, bool write, const Region& region, const Where& where,
+                    const Manner& manner) {
     if (!region.writable) return;
-    const std::uint64_t mine = block_.x + static_cast<std::uint64_t>(grid_.x) * (block_.y + static_cast<std::uint64_t>(grid_.y) * block_.z);
+    const Access access = manner.async ? *manner.async : Access{actor(), view().seen[actor()], Proxy::generic, where};
     for (std::uint64_t word = address / 4; word <= (address + bytes - 1) / 4; ++word) {
       auto found = writers().find(word);
       if (found != writers().end()) {
         const Writer& w = found->second;
-        if (w.kernel == settings_.kernel && w.block != mine) {
-          fail(where, "%s is %s here and was written by another block of this kernel at %s", region.name,
-               write ? "written" : "read", place(w.where).c_str());
+        const bool elsewhere = w.cluster != number_ || w.rank != current_->block;
+        const bool settled = (w.atomic && manner.atomic) || (manner.async && w.access.actor == access.actor);
+        if (w.kernel == settings_.kernel && (elsewhere || w.access.proxy == Proxy::async) && !settled && !knows_of(w)) {
+          fail(where, "%s is %s here and was written by %s at %s", region.name, write ? "written" : "read",
+               elsewhere ? "another block of this kernel" : "a bulk store that nobody waited for,",
+               place(w.access.where).c_str());
         }
         if (settings_.overlap && w.kernel == settings_.kernel - 1 && !current_->overlap_waited) {
           fail(where, "%s was written by the kernel before, at %s, and this thread has not waited for its end", region.name,
-               place(w.where).c_str());
+               place(w.access.where).c_str());
         }
       }
-      if (write) writers()[word] = {settings_.kernel, mine, where};
+      if (write) writers()[word] = {settings_.kernel, number_, current_->block, access, manner.atomic};
     }
   }
 
@@ -835,28 +1182,34 @@ class Machine {
   Settings settings_;
   std::mt19937_64 random_;
   Dim3 grid_;
-  int threads_;
+  Dim3 cluster_;
+  int size_;  // blocks of a cluster
+  int threads_;  // of a block, like the warps
   int warps_;
   int actors_;
   std::uint32_t smem_bytes_;
   std::vector<Region> regions_;
   const std::function<void()>* kernel_ = nullptr;
 
-  Dim3 block_{0, 0, 0};
+  std::uint64_t number_ = 0;  // of the cluster
+  std::vector<Block> blocks_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
+  int alive_ = 0;
   unsigned char* stacks_ = nullptr;
   Fiber* current_ = nullptr;
   jmp_buf scheduler_;
   std::uint64_t steps_ = 0;
   std::string fault_;
 
-  std::vector<unsigned char> smem_;
-  std::vector<Shadow> shadow_;
-  std::vector<NamedBarrier> named_;
-  std::map<std::uint32_t, Mbarrier> mbarriers_;
-  std::vector<Gathering> gatherings_;
-  std::vector<TensorQueue> queues_;
   std::vector<Copy> copies_;
+  struct StoreInFlight {
+    std::shared_ptr<Store> store;
+    Fiber* fiber;
+  };
+  std::vector<StoreInFlight> stores_;
+  std::vector<Fiber*> storers_;
+  NamedBarrier cluster_barrier_;
+  std::unordered_map<std::uint64_t, Released> atomics_;
 
   std::deque<TraceEvent> trace_;  // whose elements stay where they are
   std::map<std::tuple<int, bool, std::uint32_t, const char*>, TraceEvent*> open_accesses_;  // by warp
@@ -870,7 +1223,7 @@ inline Machine* machine = nullptr;
 inline void Machine::enter() {
   (*machine->kernel_)();
   if (machine->lane() == 0) machine->event("exit", Where::current());
-  machine->current_->finished = true;
+  machine->finish();
   machine->abandon();
 }
 

@@ -95,6 +95,7 @@ namespace mlaforge {
 
 struct Bf16 {};
 struct Fp16 {};
+struct E4m3 {};
 
 namespace sim {
 
@@ -123,6 +124,26 @@ inline float widen(Fp16, std::uint16_t u) {
   std::memcpy(&h, &u, 2);
   return static_cast<float>(h);
 }
+// Sign, four bits of exponent, three of mantissa; no infinity, and NaN where all but the sign is set.
+inline float widen(E4m3, std::uint8_t u) {
+  const int exponent = u >> 3 & 15;
+  const int mantissa = u & 7;
+  float x = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(static_cast<float>(mantissa), -9);
+  if ((u & 0x7f) == 0x7f) x = std::numeric_limits<float>::quiet_NaN();
+  return u & 0x80 ? -x : x;
+}
+
+// How an element is stored.
+template <class Element>
+struct BitsOf {
+  using type = std::uint16_t;
+};
+template <>
+struct BitsOf<E4m3> {
+  using type = std::uint8_t;
+};
+template <class Element>
+using Bits = typename BitsOf<Element>::type;
 
 }  // namespace sim
 
@@ -239,13 +260,84 @@ inline void store_global_v4(void* p, uint32_t x, uint32_t y, uint32_t z, uint32_
   sim::store_global<uint32_t, 4>(p, v, where);
 }
 
+// Other blocks may change the word at any time, but not while this runs: one thread runs at a time.
+namespace sim {
+
+inline int32_t atomic_add(int32_t* p, int32_t v, bool ordered, const Where& where) {
+  machine->global(p, 4, true, where, {.atomic = true});
+  machine->atomic(p, ordered, ordered);
+  const int32_t before = *p;
+  *p = static_cast<int32_t>(static_cast<uint32_t>(before) + static_cast<uint32_t>(v));
+  if (v == 0) {
+    machine->poll(p, before, where);
+  } else {
+    machine->maybe_yield();
+  }
+  return before;
+}
+
+}  // namespace sim
+
+inline int32_t atomic_add_acq_rel(int32_t* p, int32_t v, Where where = Where::current()) {
+  return sim::atomic_add(p, v, true, where);
+}
+inline int32_t atomic_add_relaxed(int32_t* p, int32_t v, Where where = Where::current()) {
+  return sim::atomic_add(p, v, false, where);
+}
+inline int32_t load_global_acquire(const int32_t* p, Where where = Where::current()) {
+  sim::machine->global(p, 4, false, where, {.atomic = true});
+  sim::machine->atomic(p, true, false);
+  const int32_t v = *p;
+  sim::machine->poll(p, v, where);
+  return v;
+}
+inline void fence_gpu() { sim::machine->fence_gpu(); }
+
+namespace sim {
+
+inline void load_matrices(smem_t row, uint32_t (&m)[4], bool transposed, const Where& where) {
+  struct Lane {
+    smem_t row;
+    uint32_t* m;
+    std::int32_t actor;
+    const View* view;
+  } mine{row, m, machine->actor(), &machine->view()};
+  machine->gather("ldmatrix", where, &mine, [&where, transposed](void* const* slots) {
+    std::uint16_t matrices[4][8][8];
+    for (int i = 0; i < kWarp; ++i) {
+      const auto* at = static_cast<const Lane*>(slots[i]);
+      if (at->row % 16) machine->fail(where, "ldmatrix from a row at %u, no multiple of 16", at->row - kSharedBase);
+      std::memcpy(matrices[i / 8][i % 8], machine->shared(at->row, 16, where), 16);
+      machine->touch(at->row, 16, false, {at->actor, at->view->seen[at->actor], Proxy::generic, where}, *at->view);
+    }
+    for (int i = 0; i < kWarp; ++i) {
+      for (int matrix = 0; matrix < 4; ++matrix) {
+        const int line = i / 4, pair = i % 4 * 2;
+        const auto& of = matrices[matrix];
+        const std::uint32_t low = transposed ? of[pair][line] : of[line][pair];
+        const std::uint32_t high = transposed ? of[pair + 1][line] : of[line][pair + 1];
+        static_cast<Lane*>(slots[i])->m[matrix] = low | high << 16;
+      }
+    }
+  });
+}
+
+}  // namespace sim
+
+inline void ldmatrix_x4(smem_t row, uint32_t (&m)[4], Where where = Where::current()) {
+  sim::load_matrices(row, m, false, where);
+}
+inline void ldmatrix_x4_transposed(smem_t row, uint32_t (&m)[4], Where where = Where::current()) {
+  sim::load_matrices(row, m, true, where);
+}
+
 inline void stmatrix_x4(smem_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3, Where where = Where::current()) {
   struct Lane {
     smem_t row;
     uint32_t m[4];
-    int thread;
+    std::int32_t actor;
     const sim::View* view;
-  } mine{row, {m0, m1, m2, m3}, sim::machine->thread(), &sim::machine->view()};
+  } mine{row, {m0, m1, m2, m3}, sim::machine->actor(), &sim::machine->view()};
   sim::machine->gather("stmatrix", where, &mine, [&where](void* const* slots) {
     for (int i = 0; i < sim::kWarp; ++i) {
       // Lane i addresses row i % 8 of matrix i / 8, whose four pairs of columns four lanes hold.
@@ -253,7 +345,7 @@ inline void stmatrix_x4(smem_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint3
       if (at->row % 16) sim::machine->fail(where, "stmatrix to a row at %u, no multiple of 16", at->row);
       unsigned char* p = sim::machine->shared(at->row, 16, where);
       sim::machine->touch(at->row, 16, true,
-                          {at->thread, at->view->seen[at->thread], sim::Proxy::generic, where}, *at->view);
+                          {at->actor, at->view->seen[at->actor], sim::Proxy::generic, where}, *at->view);
       for (int pair = 0; pair < 4; ++pair) {
         std::memcpy(p + 4 * pair, &static_cast<const Lane*>(slots[i % 8 * 4 + pair])->m[i / 8], 4);
       }
@@ -304,45 +396,161 @@ inline std::uint32_t swizzled(std::uint32_t address, std::uint32_t bytes) {
 
 inline void tma_prefetch(const TensorMap&) {}
 
-inline void tma_load_4d(const TensorMap& map, smem_t bar, smem_t dst, int c0, int c1, int c2, int c3, uint64_t,
-                        Where where = Where::current()) {
-  using namespace sim;
-  const std::uint32_t line = map.box[0] * map.element_bytes;
-  const std::uint32_t rows = map.box[1] * map.box[2] * map.box[3];
-  if (dst % 128) machine->fail(where, "TMA to shared address %u, no multiple of 128", dst - kSharedBase);
-  if (c0 * static_cast<std::int64_t>(map.element_bytes) % 16) {
-    machine->fail(where, "TMA from column %d, whose bytes are no multiple of 16", c0);
-  }
-  machine->shared(dst, line * rows, where);
-  // A copy of the map: the thread's own is gone if the kernel ends before this lands.
-  machine->copy_async(bar, static_cast<std::int64_t>(line) * rows, where, [=, m = map](Access access, const View& view) {
-    const std::int64_t first[4] = {c0, c1, c2, c3};
-    for (std::uint32_t row = 0; row < rows; ++row) {
-      const std::int64_t at[4] = {0, first[1] + row % m.box[1], first[2] + row / m.box[1] % m.box[2],
-                                  first[3] + row / m.box[1] / m.box[2]};
-      bool inside = true;
-      std::uint64_t from = m.address;
-      for (int d = 1; d < 4; ++d) {
-        inside = inside && at[d] >= 0 && static_cast<std::uint64_t>(at[d]) < m.dims[d];
-        from += static_cast<std::uint64_t>(at[d]) * m.strides[d - 1];
-      }
-      for (std::uint32_t chunk = 0; chunk < line; chunk += 16) {
-        const std::uint32_t to = swizzled(dst + row * line + chunk, m.swizzle_bytes);
-        unsigned char* p = machine->shared(to, 16, access.where);
-        machine->touch(to, 16, true, access, view);
-        for (std::uint32_t byte = 0; byte < 16; byte += m.element_bytes) {
-          const std::int64_t column = first[0] + (chunk + byte) / m.element_bytes;
-          if (inside && column >= 0 && static_cast<std::uint64_t>(column) < m.dims[0]) {
-            const std::uint64_t element = from + static_cast<std::uint64_t>(column) * m.element_bytes;
-            if (byte == 0) machine->global(reinterpret_cast<const void*>(element), m.element_bytes, false, access.where);
-            std::memcpy(p + byte, reinterpret_cast<const void*>(element), m.element_bytes);
-          } else {
-            std::memset(p + byte, 0, m.element_bytes);
-          }
-        }
+namespace sim {
+
+// Calls f(element or null, shared address) for every element of the map's box at (c0, c1, c2, c3), whose image in shared
+// memory begins at `image`; null stands for one outside of the tensor. `chunk` is called before each 16 bytes of shared
+// memory, with their address.
+template <class Chunk, class F>
+void for_box(const TensorMap& m, smem_t image, const std::array<std::int64_t, 4>& first, Chunk chunk, F f) {
+  const std::uint32_t line = m.box[0] * m.element_bytes;
+  for (std::uint32_t row = 0; row < m.box[1] * m.box[2] * m.box[3]; ++row) {
+    const std::int64_t at[4] = {0, first[1] + row % m.box[1], first[2] + row / m.box[1] % m.box[2],
+                                first[3] + row / m.box[1] / m.box[2]};
+    bool inside = true;
+    std::uint64_t from = m.address;
+    for (int d = 1; d < 4; ++d) {
+      inside = inside && at[d] >= 0 && static_cast<std::uint64_t>(at[d]) < m.dims[d];
+      from += static_cast<std::uint64_t>(at[d]) * m.strides[d - 1];
+    }
+    for (std::uint32_t piece = 0; piece < line; piece += 16) {
+      const std::uint32_t to = swizzled(image + row * line + piece, m.swizzle_bytes);
+      chunk(to);
+      for (std::uint32_t byte = 0; byte < 16; byte += m.element_bytes) {
+        const std::int64_t column = first[0] + (piece + byte) / m.element_bytes;
+        const bool here = inside && column >= 0 && static_cast<std::uint64_t>(column) < m.dims[0];
+        f(here ? reinterpret_cast<unsigned char*>(from + static_cast<std::uint64_t>(column) * m.element_bytes) : nullptr,
+          to + byte);
       }
     }
+  }
+}
+
+inline std::uint32_t box_bytes(const TensorMap& m) {
+  return m.box[0] * m.box[1] * m.box[2] * m.box[3] * m.element_bytes;
+}
+
+// What the hardware refuses, of a copy in either direction.
+inline void check_box(const TensorMap& map, smem_t image, std::int64_t column, const Where& where) {
+  if (image % 128) machine->fail(where, "TMA with shared address %u, no multiple of 128", image - kSharedBase);
+  if (column * map.element_bytes % 16) {
+    machine->fail(where, "TMA at column %d, whose bytes are no multiple of 16", static_cast<int>(column));
+  }
+  machine->shared(image, box_bytes(map), where);
+}
+
+inline void load_box(Block& target, const TensorMap& map, smem_t bar, smem_t dst, std::array<std::int64_t, 4> first,
+                     const Where& where) {
+  check_box(map, dst, first[0], where);
+  // A copy of the map: the thread's own is gone if the kernel ends before this lands.
+  machine->copy_async(target, bar, box_bytes(map), where, [=, &target, map = map](Access access, const View& view) {
+    const std::uint32_t element_bytes = map.element_bytes;
+    const auto chunk = [&](std::uint32_t to) { machine->touch(target, to, 16, true, access, view); };
+    for_box(map, dst, first, chunk, [&](const unsigned char* from, std::uint32_t to) {
+      unsigned char* p = machine->shared(target, to, element_bytes, access.where);
+      if (from) {
+        machine->global(from, element_bytes, false, access.where);
+        std::memcpy(p, from, element_bytes);
+      } else {
+        std::memset(p, 0, element_bytes);
+      }
+    });
   });
+}
+
+}  // namespace sim
+
+inline void tma_load_4d(const TensorMap& map, smem_t bar, smem_t dst, int c0, int c1, int c2, int c3, uint64_t,
+                        Where where = Where::current()) {
+  sim::load_box(sim::machine->home(), map, bar, dst, {c0, c1, c2, c3}, where);
+}
+
+inline void tma_load_4d_multicast(const TensorMap& map, smem_t bar, smem_t dst, int c0, int c1, int c2, int c3,
+                                  uint32_t blocks, uint64_t, Where where = Where::current()) {
+  for (int rank = 0; rank < 16; ++rank) {
+    if (blocks >> rank & 1) sim::load_box(sim::machine->peer(rank, where), map, bar, dst, {c0, c1, c2, c3}, where);
+  }
+}
+
+inline void bulk_load(smem_t bar, smem_t dst, const void* src, int bytes, Where where = Where::current()) {
+  using namespace sim;
+  const auto size = static_cast<std::uint32_t>(bytes);
+  if (bytes <= 0 || (size | dst | reinterpret_cast<std::uintptr_t>(src)) % 16) {
+    machine->fail(where, "bulk copy of %d bytes from %p to shared address %u: no multiples of 16", bytes, src, dst - kSharedBase);
+  }
+  machine->shared(dst, size, where);
+  machine->copy_async(machine->home(), bar, bytes, where, [=](Access access, const View& view) {
+    machine->touch(dst, size, true, access, view);
+    machine->global(src, size, false, access.where);
+    std::memcpy(machine->shared(dst, size, access.where), src, size);
+  });
+}
+
+inline void bulk_store(void* dst, smem_t src, int bytes, Where where = Where::current()) {
+  using namespace sim;
+  const auto size = static_cast<std::uint32_t>(bytes);
+  if (bytes <= 0 || (size | src | reinterpret_cast<std::uintptr_t>(dst)) % 16) {
+    machine->fail(where, "bulk store of %d bytes from shared address %u to %p: no multiples of 16", bytes, src - kSharedBase, dst);
+  }
+  machine->shared(src, size, where);
+  auto data = std::make_shared<std::vector<unsigned char>>(size);
+  const auto read = [=](Access access, const View& view) {
+    machine->touch(src, size, false, access, view);
+    std::memcpy(data->data(), machine->shared(src, size, access.where), size);
+  };
+  machine->store_async(where, read, [=](Access access) {
+    machine->global(dst, size, true, access.where, {.async = &access});
+    std::memcpy(dst, data->data(), size);
+  });
+}
+
+inline void tma_store_4d(const TensorMap& map, smem_t src, int c0, int c1, int c2, int c3, Where where = Where::current()) {
+  using namespace sim;
+  check_box(map, src, c0, where);
+  const std::array<std::int64_t, 4> first{c0, c1, c2, c3};
+  const std::uint32_t element_bytes = map.element_bytes;
+  auto data = std::make_shared<std::vector<unsigned char>>();
+  const auto read = [=, map = map](Access access, const View& view) {
+    const auto chunk = [&](std::uint32_t from) { machine->touch(from, 16, false, access, view); };
+    for_box(map, src, first, chunk, [&](const unsigned char*, std::uint32_t from) {
+      const unsigned char* p = machine->shared(from, element_bytes, access.where);
+      data->insert(data->end(), p, p + element_bytes);
+    });
+  };
+  machine->store_async(where, read, [=, map = map](Access access) {
+    const unsigned char* from = data->data();
+    for_box(map, src, first, [](std::uint32_t) {}, [&](unsigned char* to, std::uint32_t) {
+      if (to) {
+        machine->global(to, element_bytes, true, access.where, {.async = &access});
+        std::memcpy(to, from, element_bytes);
+      }
+      from += element_bytes;
+    });
+  });
+}
+
+inline void bulk_commit() { sim::machine->commit_stores(); }
+template <int Pending>
+void bulk_wait(Where where = Where::current()) {
+  sim::machine->wait_stores(Pending, true, where);
+}
+template <int Pending>
+void bulk_wait_read(Where where = Where::current()) {
+  sim::machine->wait_stores(Pending, false, where);
+}
+
+// ---- Clusters
+
+inline int cluster_rank() { return sim::machine->home().rank; }
+inline int cluster_size() { return sim::machine->cluster_size(); }
+inline void cluster_arrive(Where where = Where::current()) { sim::machine->arrive_cluster(where); }
+inline void cluster_wait(Where where = Where::current()) { sim::machine->wait_cluster(where); }
+inline void cluster_sync(Where where = Where::current()) {
+  cluster_arrive(where);
+  cluster_wait(where);
+}
+inline void mbarrier_arrive_remote(smem_t bar, int rank, Where where = Where::current()) {
+  sim::machine->arrive_mbarrier(sim::machine->peer(rank, where), bar, 0, where);
 }
 
 // ---- Programmatic dependent launch
@@ -394,7 +602,7 @@ struct Operand {
     if (d >> 49 & 7) machine->fail(where, "wgmma descriptor %#lx: a base offset is not known here", d);
   }
 
-  // Address of the 16 bytes that hold elements 8 chunk to 8 chunk + 7 of a row of the reduction's 16: K-major.
+  // Address of 16 bytes, the first or second half of a row of the reduction: K-major.
   std::uint32_t k_major(int row, int chunk) const {
     return swizzled(start + row / 8 * stride + row % 8 * swizzle + chunk * 16, swizzle);
   }
@@ -409,11 +617,9 @@ template <class Element>
 void read_chunk(std::uint32_t address, float* to, const Access& access, const View& view) {
   const unsigned char* p = machine->shared(address, 16, access.where);
   machine->touch(address, 16, false, access, view);
-  for (int i = 0; i < 8; ++i) {
-    std::uint16_t u;
-    std::memcpy(&u, p + 2 * i, 2);
-    to[i] = widen(Element{}, u);
-  }
+  Bits<Element> elements[16 / sizeof(Bits<Element>)];
+  std::memcpy(elements, p, 16);
+  for (const auto element : elements) *to++ = widen(Element{}, element);
 }
 
 // What the lanes of a warp bring to an operation: their accumulators and, if A is in registers, their part of it.
@@ -451,17 +657,21 @@ void matmul(float* d, const uint32_t* a_registers, std::uint64_t a, std::uint64_
     }
     const int quarter = machine->warp() % 4;
     machine->issue_matmul(where, [=](Access access, const View& view) {
-      float left[16][16];
-      float right[16][N];
+      constexpr int kPer16 = 16 / sizeof(Bits<Element>);  // elements of 16 bytes
+      constexpr int kPerWord = kPer16 / 4;
+      constexpr int kDepth = 2 * kPer16;  // of the reduction
+      float left[16][kDepth];
+      float right[kDepth][N];
       if (a_of[0]) {
         for (int lane = 0; lane < kWarp; ++lane) {
           if (std::memcmp(a_then[lane].data(), a_of[lane], 16) != 0) {
             machine->fail(access.where, "the A registers of lane %d changed before the wgmma was waited for", lane);
           }
           for (int i = 0; i < 4; ++i) {
-            for (int half = 0; half < 2; ++half) {
-              left[lane / 4 + i % 2 * 8][2 * (lane % 4) + i / 2 * 8 + half] =
-                  widen(Element{}, static_cast<std::uint16_t>(a_then[lane][i] >> (16 * half)));
+            Bits<Element> elements[kPerWord];
+            std::memcpy(elements, &a_then[lane][i], 4);
+            for (int j = 0; j < kPerWord; ++j) {
+              left[lane / 4 + i % 2 * 8][kPerWord * (lane % 4) + i / 2 * kPer16 + j] = widen(Element{}, elements[j]);
             }
           }
         }
@@ -469,30 +679,30 @@ void matmul(float* d, const uint32_t* a_registers, std::uint64_t a, std::uint64_
         const Operand operand(a, access.where);
         for (int row = 0; row < 16; ++row) {
           for (int chunk = 0; chunk < 2; ++chunk) {
-            read_chunk<Element>(operand.k_major(16 * quarter + row, chunk), &left[row][8 * chunk], access, view);
+            read_chunk<Element>(operand.k_major(16 * quarter + row, chunk), &left[row][kPer16 * chunk], access, view);
           }
         }
       }
       const Operand operand(b, access.where);
       if constexpr (TransposedB) {
-        for (int k = 0; k < 16; ++k) {
-          for (int chunk = 0; chunk < N / 8; ++chunk) {
-            read_chunk<Element>(operand.mn_major(k, chunk), &right[k][8 * chunk], access, view);
+        for (int k = 0; k < kDepth; ++k) {
+          for (int chunk = 0; chunk < N / kPer16; ++chunk) {
+            read_chunk<Element>(operand.mn_major(k, chunk), &right[k][kPer16 * chunk], access, view);
           }
         }
       } else {
         for (int n = 0; n < N; ++n) {
-          float row[16];
+          float row[kDepth];
           for (int chunk = 0; chunk < 2; ++chunk) {
-            read_chunk<Element>(operand.k_major(n, chunk), row + 8 * chunk, access, view);
+            read_chunk<Element>(operand.k_major(n, chunk), row + kPer16 * chunk, access, view);
           }
-          for (int k = 0; k < 16; ++k) right[k][n] = row[k];
+          for (int k = 0; k < kDepth; ++k) right[k][n] = row[k];
         }
       }
       Accumulators& target = queue->accumulators[key];
       for (int row = 0; row < 16; ++row) {
         float sum[N] = {};
-        for (int k = 0; k < 16; ++k) {
+        for (int k = 0; k < kDepth; ++k) {
           for (int n = 0; n < N; ++n) sum[n] += left[row][k] * right[k][n];
         }
         for (int n = 0; n < N; ++n) {
@@ -523,11 +733,17 @@ void wgmma_ss_k(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, Wher
   sim::matmul<Element, N, false>(d, nullptr, a, b, accumulate, where);
 }
 template <class Element, int N>
+void wgmma_rs_k(float (&d)[N / 2], const uint32_t* a, uint64_t b, bool accumulate, Where where = Where::current()) {
+  sim::matmul<Element, N, false>(d, a, 0, b, accumulate, where);
+}
+template <class Element, int N>
 void wgmma_ss_mn(float (&d)[N / 2], uint64_t a, uint64_t b, Where where = Where::current()) {
+  static_assert(sizeof(sim::Bits<Element>) == 2, "only 16-bit operands may lie with their columns along the row");
   sim::matmul<Element, N, true>(d, nullptr, a, b, true, where);
 }
 template <class Element, int N>
 void wgmma_rs_mn(float (&d)[N / 2], const uint32_t* a, uint64_t b, Where where = Where::current()) {
+  static_assert(sizeof(sim::Bits<Element>) == 2, "only 16-bit operands may lie with their columns along the row");
   sim::matmul<Element, N, true>(d, a, 0, b, true, where);
 }
 
