@@ -67,7 +67,8 @@ def specs(draw: st.DrawFn) -> Spec:
         ),
         kernels=Kernels(
             decode=Decode(
-                schedule=draw(st.sampled_from(["auto", "plain"])), tile_rows=draw(st.sampled_from(["auto", 64]))
+                schedule=draw(st.sampled_from(["auto", "plain", "skewed"])),
+                tile_rows=draw(st.sampled_from(["auto", 64])),
             )
         ),
     )

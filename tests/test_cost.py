@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
@@ -85,9 +86,9 @@ def test_a_call_counted_by_hand() -> None:
     assert cost.padded_flops == 4 * cost.flops
     assert cost.cache_bytes == 128 * 4096 * 1152
     assert cost.io_bytes == 128 * 16 * (1152 + 1024 + 4)
-    # 128 requests of 64 blocks and 5 on 132 parts: 131 cuts, none of which falls together with a border.
-    assert cost.splits > 128
-    assert cost.partial_bytes == cost.splits * 16 * (512 + 1) * 8
+    # 128 requests of one length on 132 parts: a part for each, and 4 without work.
+    assert cost.splits == 0
+    assert cost.partial_bytes == 0
     assert cost.bytes == cost.cache_bytes + cost.io_bytes
 
 
@@ -105,20 +106,34 @@ def by_definition(lengths: list[int], policy: SchedulePolicy, max_parts: int) ->
     costs = [count + policy.fixed_overhead_blocks for count in blocks]
     parts = min(max(sum(costs) // policy.min_part_cost, 1), max_parts)
 
+    def pieces(begin: int, length: int, count: int) -> list[int]:
+        return [begin + length // count * i + min(i, length % count) for i in range(count)]
+
     def before(at: int, request: int) -> int:
         t = at - sum(costs[:request])
         snap = policy.snap_blocks
         return 0 if t <= snap else blocks[request] if t >= blocks[request] - snap else t
 
-    cuts = [sum(costs) * part // parts for part in range(parts + 1)]
+    cuts = pieces(0, sum(costs), parts)
+    if len(set(blocks)) == 1:
+        requests = [sum(costs[:i]) for i in range(len(lengths))]
+        whole = next(n for n in range(1, len(lengths) + 1) if n * parts >= len(lengths))
+        if len(lengths) > parts:
+            even = requests[::whole] if len(lengths) % whole == 0 else []
+        else:
+            even = [cut for start in requests for cut in pieces(start, blocks[0], parts // len(lengths))]
+        if 16 * len(even) >= 15 * parts:
+            cuts = even
+    cuts.append(sum(costs))
     return [
-        sum(before(cuts[p + 1], request) > before(cuts[p], request) for p in range(parts))
+        sum(before(end, request) > before(begin, request) for begin, end in itertools.pairwise(cuts))
         for request in range(len(lengths))
     ]
 
 
 @given(
-    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=20)
+    | st.builds(lambda length, batch: [length] * batch, st.integers(0, 3000), st.integers(1, 200)),
     overhead=st.integers(2, 9),
     snap=st.integers(0, 1),
     max_parts=st.sampled_from([1, 2, 33, 66, 132]),

@@ -38,8 +38,10 @@ def regions_fit(plan: Plan) -> None:
 
 def regions_are_aligned(plan: Plan) -> None:
     regions = {region.name: region for region in plan.decode.smem.regions}
-    for name in ("Q", "K", "P"):
-        assert regions[name].offset % SMEM_ALIGNMENT == 0, name
+    for name in ("Q", "Q rope", "K", "tile", "rope", "rope or P", "P"):
+        if name in regions:
+            assert regions[name].offset % SMEM_ALIGNMENT == 0, name
+            assert regions[name].size // regions[name].count % SMEM_ALIGNMENT == 0, name
     assert regions["barriers"].offset % 8 == 0
     assert all(region.offset % 16 == 0 for region in regions.values())
 
@@ -48,8 +50,18 @@ def barriers_expect_what_the_regions_hold(plan: Plan) -> None:
     decode = plan.decode
     size = {region.name: region.size for region in decode.smem.regions}
     barriers = {barrier.name: barrier for barrier in decode.mbarriers}
-    assert size["K"] == decode.tile.stages * barriers["full"].bytes
-    assert size["Q"] == barriers["q_full"].bytes
+    tile = decode.tile
+    held = {"full": ("K", "tile"), "q_full": ("Q",), "rope_full": ("rope",), "q_rope_full": ("Q rope",)}
+    for name, barrier in barriers.items():
+        regions = [each for each in held.get(name, ()) if each in size]
+        assert (barrier.bytes > 0) == bool(regions), name
+        for each in regions:
+            shared = size["rope or P"] if each == "rope" and tile.shared else 0
+            assert size[each] + shared == barrier.count * barrier.bytes, name
+    end = sum(region.offset + region.size for region in decode.smem.regions if region.name == "barriers")
+    for before, after in itertools.pairwise(decode.mbarriers):
+        assert before.offset + 8 * before.count == after.offset
+    assert decode.mbarriers[-1].offset + 8 * decode.mbarriers[-1].count == end
     assert size["barriers"] == 8 * sum(barrier.count for barrier in decode.mbarriers)
     assert barriers["full"].count == barriers["empty"].count == decode.tile.stages
     # mbarriers count bytes of a phase in 20 bits.
@@ -74,16 +86,26 @@ def boxes_bring_whole_tiles(plan: Plan) -> None:
     def size(tensor: str) -> int:
         return boxes[tensor][0] * boxes[tensor][1] * ELEMENT_BYTES
 
+    def bytes_of(*names: str) -> int:
+        return sum(barriers[name].bytes for name in names if name in barriers)
+
     copies = tile.tokens // tile.box_tokens * tile.subtiles
-    assert copies * size("kv_cache") == barriers["full"].bytes
-    assert tile.subtiles * size("q") == barriers["q_full"].bytes
+    assert copies * size("kv_cache") == bytes_of("full", "rope_full")
+    # Q comes by barriers of its own, or the columns of V as a tile.
+    if "q_full" in barriers:
+        assert tile.subtiles * size("q") == bytes_of("q_full")
+    else:
+        assert tile.subtiles * size("q") == bytes_of("full", "q_rope_full")
 
 
 def registers_are_there(plan: Plan) -> None:
     decode, target = plan.decode, plan.target
-    assert sum(use.registers for use in decode.registers) <= decode.launch.consumer_registers
-    for registers in (decode.launch.consumer_registers, decode.launch.producer_registers):
-        assert registers % 8 == 0 and 24 <= registers <= target.max_registers_per_thread
+    available = {role.name: role.registers for role in decode.roles}
+    for name in {use.role for use in decode.registers}:
+        assert sum(use.registers for use in decode.registers if use.role == name) <= available[name], name
+    for limit in decode.launch.register_limits:
+        assert limit.registers % 8 == 0 and 24 <= limit.registers <= target.max_registers_per_thread
+    assert {limit.registers for limit in decode.launch.register_limits} == set(available.values())
     assert sum(role.warps * 32 * role.registers for role in decode.roles) <= target.registers_per_sm
     assert sum(role.warps for role in decode.roles) * 32 == decode.launch.threads <= 1024
 
@@ -161,12 +183,14 @@ kernels:
 @pytest.mark.parametrize(
     ("values", "line", "field", "words"),
     [
-        ({"stages": 3}, 10, "kernels.decode.stages", ("303,440 B", "232,448 B", "lower stages to 2")),
-        ({"stages": 8}, 10, "kernels.decode.stages", ("lower stages to 2",)),
+        ({"stages": 4}, 10, "kernels.decode.stages", ("320,400 B", "232,448 B", "lower stages to 3")),
+        ({"stages": 8}, 10, "kernels.decode.stages", ("lower stages to 3",)),
+        ({"stages": "3\n    schedule: plain"}, 10, "kernels.decode.stages", ("303,472 B", "lower stages to 2")),
+        ({"stages": "1\n    schedule: skewed"}, 10, "kernels.decode.stages", ("needs 2 stages; got 1",)),
         ({"rank": 520}, 4, "model.kv_lora_rank", ("128, 256, 384, 512", "520")),
         ({"rope": 24}, 6, "model.qk_rope_head_dim", ("multiple of 16", "use 16 or 32")),
         ({"rope": 512}, 4, "model.kv_lora_rank", ("232,448 B", "model.kv_lora_rank + model.qk_rope_head_dim = 1024")),
-        ({"rope": 512, "stages": 1}, 4, "model.kv_lora_rank", ("even one stage",)),
+        ({"rope": 512, "stages": 1}, 4, "model.kv_lora_rank", ("even 1 stage needs",)),
     ],
 )
 def test_hardware_limits_name_the_field(

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jinja2
@@ -29,7 +30,7 @@ def plan_of(name: str = "deepseek_v3") -> Plan:
 
 
 def constants(text: str) -> dict[str, str]:
-    return dict(re.findall(r"^constexpr int (\w+) = ([^;]+);", text, re.MULTILINE))
+    return dict(re.findall(r"^ *(?:static )?constexpr int (\w+) = ([^;]+);", text, re.MULTILINE))
 
 
 def check_text(plan: Plan, files: dict[str, str]) -> None:
@@ -88,22 +89,41 @@ def test_the_same_bytes_in_any_process(tmp_path: Path) -> None:
 UNDEFINED = (jinja2.UndefinedError, TypeError)
 
 
-def kernels(plan: Plan) -> list[DecodePlan | CombinePlan]:
-    return [plan.decode, plan.combine]
+def plain_plan() -> Plan:
+    tree = plan_of().spec.model_dump(exclude_none=True)
+    tree["kernels"]["decode"]["schedule"] = "plain"
+    return make_plan(Spec.model_validate(tree))
 
 
-@pytest.mark.parametrize("index", [0, 1], ids=["decode", "combine"])
-def test_every_misspelt_variable_fails(index: int) -> None:
-    kernel = kernels(plan_of())[index]
-    text = (template_dir() / kernel.template).read_text(encoding="utf-8")
-    variables = list(re.finditer(r"(?:\{\{|\{%|\bin\b)[^%}]*?\b((?:plan|region|barrier|parameter)\.[\w.]+)", text))
+# Together they take every branch of the templates.
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda: [plan_of("deepseek_v3").decode, plan_of("mistral_small_4").decode],
+        lambda: [plain_plan().decode],
+        lambda: [plan_of().combine],
+    ],
+    ids=["skewed", "plain", "combine"],
+)
+def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | CombinePlan]]) -> None:
+    kernels = choose()
+    text = (template_dir() / kernels[0].template).read_text(encoding="utf-8")
+    name = r"\b((?:plan|region|barrier|group|limit|parameter)\.[\w.]+)"
+    variables = list(re.finditer(rf"(?:\{{\{{|\{{%|\bin\b)[^%}}]*?{name}", text))
     assert len(variables) > 5
     environment = render_module._environment()
-    assert environment.from_string(text).render(plan=kernel, banner="")
+
+    def renders(text: str, kernel: DecodePlan | CombinePlan) -> bool:
+        try:
+            environment.from_string(text).render(plan=kernel, banner="")
+        except UNDEFINED:
+            return False
+        return True
+
+    assert all(renders(text, kernel) for kernel in kernels)
     for variable in variables:
         broken = f"{text[: variable.end(1)]}x{text[variable.end(1) :]}"
-        with pytest.raises(UNDEFINED):
-            environment.from_string(broken).render(plan=kernel, banner="")
+        assert not all(renders(broken, kernel) for kernel in kernels), variable.group()
 
 
 @pytest.mark.parametrize(
@@ -153,6 +173,7 @@ def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
     assert (manifest.decode.tile_rows, manifest.decode.tile_tokens) == (decode.tile.rows, decode.tile.tokens)
     assert manifest.decode.boxes == {each.tensor: each.box for each in decode.tensor_maps}
     assert manifest.combine.threads == combine.threads and manifest.combine.rows_per_block == combine.rows_per_block
+    assert manifest.combine.parts_per_block == combine.parts_per_block
     for kernel, maps in ((manifest.decode, 2), (manifest.combine, 0)):
         text = kernel.source.read_text(encoding="utf-8")
         parameters = [(parameter.ctype, parameter.name) for parameter in kernel.parameters]

@@ -18,6 +18,7 @@ from mlaforge.simulator import (
     SimulationError,
     SimulatorOptions,
     find_compiler,
+    unowned_slots,
 )
 from mlaforge.verify import Problem, make_inputs, random_problem, run_problem
 
@@ -142,7 +143,7 @@ def test_fault_names_kernel_line_block_and_warp(tmp_path: Path, monkeypatch: pyt
     folder = tmp_path / "broken"
     shutil.copytree(GENERATED / "deepseek_v3", folder)
     text = (folder / "decode.cu").read_text()
-    line = "    mbarrier_wait(filled_bar(base), phase);\n"
+    line = "    fence_proxy_async();\n"
     assert line in text
     (folder / "decode.cu").write_text(text.replace(line, "\n"))
     mla = mlaforge.load(folder, device="sim")
@@ -151,6 +152,93 @@ def test_fault_names_kernel_line_block_and_warp(tmp_path: Path, monkeypatch: pyt
         SimulationError, match=r"decode\.cu:\d+: block \(\d+, \d+, \d+\), warp \d+, .*race.*\.cuh?:\d+.*seed 0"
     ):
         mla.decode(inputs.q, inputs.kv_cache, inputs.block_table, inputs.cache_seqlens)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(lengths=(130, 0, 1), h_q=16, table_extra_columns=2, table_padding=3),
+        Problem(lengths=(64, 70), h_q=16, h_kv=2, cache_layers=3, spare_pages=4, table_filler=-1),
+        Problem(lengths=(0,), h_q=16, cache_3d=True),
+    ],
+    ids=str,
+)
+def test_slots_that_no_request_has(problem: Problem) -> None:
+    inputs = make_inputs(problem, simulated(GENERATED / "deepseek_v3").manifest, "cpu")
+    cache = inputs.kv_cache
+    tensors = {"kv_cache": cache, "block_table": inputs.block_table, "cache_seqlens": inputs.cache_seqlens}
+    unowned = unowned_slots(tensors)
+    assert unowned is not None
+    marked = unowned.bool().repeat_interleave(8).as_strided(cache.size(), cache.stride(), cache.storage_offset())
+    # What no token has is NaN in these problems; of the other layers nothing is said.
+    assert torch.equal(marked, cache.isnan())
+    assert int(unowned.sum()) * 8 == int(cache.isnan().sum())
+    # One request after another may share pages: the longest counts.
+    shared = {**tensors, "block_table": inputs.block_table.expand(2, -1, -1).flatten(0, 1)}
+    shared["cache_seqlens"] = torch.cat([inputs.cache_seqlens // 2, inputs.cache_seqlens])
+    assert torch.equal(unowned, unowned_slots(shared))
+    assert unowned_slots({"kv_cache": cache}) is None
+
+
+@pytest.fixture
+def broken_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MLA:
+    """Kernels for pages of 16 tokens that leave the rows of V behind a request's last token as they are."""
+    from mlaforge_generator.plan import make_plan
+    from mlaforge_generator.render import render
+    from mlaforge_generator.spec import load_spec
+
+    monkeypatch.setenv("MLAFORGE_CACHE_DIR", str(tmp_path / "cache"))
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(
+        "name: broken\n"
+        "model: {num_attention_heads: 16, kv_lora_rank: 256, qk_nope_head_dim: 64, qk_rope_head_dim: 32,"
+        " v_head_dim: 64}\n"
+        "cache: {page_size: 16}\n"
+    )
+    folder = tmp_path / "generated"
+    folder.mkdir()
+    for name, text in render(make_plan(load_spec(spec))).items():
+        (folder / name).write_text(text)
+    text = (folder / "tile.cuh").read_text()
+    line = "      store_shared_zero16(tile + sub * (Rows * 128) + first_row * 128 + i * 16);\n"
+    assert line in text
+    (folder / "tile.cuh").write_text(text.replace(line, ""))
+    return mlaforge.load(folder, device="sim")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_uninitialised_memory_that_reaches_a_result_is_reported(broken_tail: MLA, mode: str) -> None:
+    """By its origin, whatever bytes lie there: a page that nobody has copied, and slots of a page that nobody has."""
+    store = r"^tile\.cuh:\d+: block \([\d, ]+\), warp \d+, thread \d+: this store to out writes what is undefined "
+    who, where = r"warp \d+ of block \(\d+, \d+, \d+\)", r"at decode\.cuh?:\d+"
+    read = rf"{who} reads byte \d+ of shared memory"
+    broken_tail.backend.options = SimulatorOptions(mode=mode)
+    for length, report in (
+        (48, rf"{store}\({read}, which is uninitialised so far, {where}\)"),
+        (56, rf"{store}\({who} copies uninitialised bytes of kv_cache {where}; {read} {where}\)"),
+    ):
+        inputs = make_inputs(Problem(lengths=(length,), h_q=16), broken_tail.manifest, "cpu")
+        inputs.kv_cache.nan_to_num_()
+        with pytest.raises(SimulationError, match=report):
+            broken_tail.decode(inputs.q, inputs.kv_cache, inputs.block_table, inputs.cache_seqlens)
+    # Whole tiles have no tail.
+    inputs = make_inputs(Problem(lengths=(64,), h_q=16), broken_tail.manifest, "cpu")
+    broken_tail.decode(inputs.q, inputs.kv_cache, inputs.block_table, inputs.cache_seqlens)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nan_of_the_user_is_no_fault(mode: str) -> None:
+    """In a query, or in a slot that a request has; beside slots that none has, which are copied and reach no result."""
+    mla = simulated(GENERATED / "deepseek_v3")
+    mla.backend.options = SimulatorOptions(mode=mode)
+    problem = Problem(lengths=(70, 200), h_q=16, nan_request=1)
+    errors = run_problem(mla, problem, "cpu")
+    assert errors.ok, errors.failures
+    inputs = make_inputs(problem, mla.manifest, "cpu")
+    inputs.q[0, 0, 3] = torch.nan
+    out, lse = mla.decode(inputs.q, inputs.kv_cache, inputs.block_table, inputs.cache_seqlens)
+    assert bool(out[0, 0, 3].isnan().all()) and bool(lse[0, 3].isnan().all())
+    assert int(out[0].isnan().any(-1).sum()) == 1 and bool(out[1].isnan().all())
 
 
 def test_cpu_tensors_are_refused_by_the_kernels_for_a_gpu() -> None:

@@ -49,3 +49,9 @@ def test_plans_and_compiles(site: Path, tmp_path: Path) -> None:
 def test_simulator_travels_along(site: Path, tmp_path: Path) -> None:
     out = run(site, tmp_path, "verify", "minicpm3", "--device", "sim", "--problem", "lengths=70 h_q=16")
     assert "all 1 problems accepted" in out
+
+
+def test_the_kernels_of_the_bench_travel_along(site: Path, tmp_path: Path) -> None:
+    for path in (ROOT / "runtime" / "mlaforge" / "bench" / "kernels").iterdir():
+        assert (site / "mlaforge" / "bench" / "kernels" / path.name).read_bytes() == path.read_bytes()
+    assert "--suite" in run(site, tmp_path, "bench", "--help")

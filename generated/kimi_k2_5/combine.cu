@@ -4,8 +4,8 @@
 //
 //   out = sum_k 2^(lse_k - lse) out_k,   lse = log2 sum_k 2^lse_k
 //
-// A block serves 8 rows of one row tile of the request that begins in part blockIdx.z, one row a warp. Parts in which no
-// split request begins have nothing to do.
+// A block serves 4 rows of one row tile of the requests that begin in 4 parts: a warp has 128 columns of a row, so
+// that a request in many parts is merged by many warps. Parts in which no split request begins have nothing to do.
 
 #include "primitives.cuh"
 #include "schedule.cuh"
@@ -15,14 +15,18 @@ namespace mlaforge {
 using Element = Bf16;  // cache.dtype
 constexpr int kHeadDimV = 512;  // model.kv_lora_rank
 constexpr int kRows = 64;  // kernels.decode.tile_rows: rows of a partial result
-constexpr int kRowsPerBlock = 8;
-constexpr int kVectors = kHeadDimV / 128;  // of 4 columns, in a lane
+constexpr int kRowsPerBlock = 4;
+constexpr int kPartsPerBlock = 4;
+constexpr int kColumnsPerWarp = 128;  // four of them in a lane
+constexpr int kWarpsPerRow = kHeadDimV / kColumnsPerWarp;
+static_assert(kColumnsPerWarp == 4 * 32, "a lane loads 16 bytes of a partial row");
 
 // The slot of split k of the request that begins in `part`.
 MLAFORGE_DEVICE int split_slot(int part, int k) { return k == 0 ? opened_slot(part) : continued_slot(part + k); }
 
-// Grid: (kRows / kRowsPerBlock, row tiles x kv heads, parts - 1). Strides of `out` in bytes.
-extern "C" __global__ void __launch_bounds__(256)
+// Grid: (kRows / kRowsPerBlock, row tiles x kv heads, (parts - 1) / kPartsPerBlock rounded up). Strides of `out` in bytes.
+// No split request begins in `last_part`.
+extern "C" __global__ void __launch_bounds__(512, 2)
     mla_combine(
         const float* partial_out,
         const float* partial_lse,
@@ -34,62 +38,66 @@ extern "C" __global__ void __launch_bounds__(256)
         float* lse,
         int s_q,
         int heads_per_kv,
-        int row_tiles
+        int row_tiles,
+        int last_part
     ) {
-  grid_wait();
-  const int part = static_cast<int>(blockIdx.z);
-  const int request = load_global(split_info + 2 * part);
-  if (request < 0) return;
-  const int splits = load_global(split_info + 2 * part + 1);
-
   const int tiles = static_cast<int>(gridDim.y);
   const int tile = static_cast<int>(blockIdx.y);
-  const int r = static_cast<int>(blockIdx.x) * kRowsPerBlock + warp_id();
+  const int r = static_cast<int>(blockIdx.x) * kRowsPerBlock + warp_id() / kWarpsPerRow;
+  const int column = warp_id() % kWarpsPerRow * kColumnsPerWarp + lane_id() * 4;
   const int row = tile % row_tiles * kRows + r;
-  if (row >= s_q * heads_per_kv) return;
-  const int lane = lane_id();
-
-  // Row r of this tile in slot `slot`, counted in rows.
-  const auto partial_row = [&](int k) {
-    return (static_cast<int64_t>(split_slot(part, k)) * tiles + tile) * kRows + r;
-  };
-
-  float max = -infinity();
-  for (int k = lane; k < splits; k += 32) max = fmaxf(max, load_global(partial_lse + partial_row(k)));
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) max = fmaxf(max, shuffle_xor(max, mask));
-  const float reference = max == -infinity() ? 0.f : max;
-
-  float acc[kVectors][4];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) acc[v][0] = acc[v][1] = acc[v][2] = acc[v][3] = 0.f;
-  float sum = 0.f;
-#pragma unroll 2
-  for (int k = 0; k < splits; ++k) {
-    const int64_t at = partial_row(k);
-    const float weight = exp2_approx(load_global(partial_lse + at) - reference);
-    sum += weight;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      float x[4];
-      load_global_v4(partial_out + at * kHeadDimV + v * 128 + lane * 4, x);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[v][e] = fmaf(weight, x[e], acc[v][e]);
-    }
-  }
-
-  const float factor = sum == 0.f ? 0.f : 1.f / sum;
   const int s = row / heads_per_kv;
   const int head = tile / row_tiles * heads_per_kv + row % heads_per_kv;
   const int64_t heads = static_cast<int64_t>(tiles / row_tiles) * heads_per_kv;
-  unsigned char* to = static_cast<unsigned char*>(out) + request * out_stride_b + s * out_stride_s + head * out_stride_h;
+  grid_wait();
+  if (row >= s_q * heads_per_kv) return;
+
+  const int first_part = static_cast<int>(blockIdx.z) * kPartsPerBlock;
+  const int end_part = first_part + kPartsPerBlock < last_part ? first_part + kPartsPerBlock : last_part;
+#pragma unroll 1
+  for (int part = first_part; part < end_part; ++part) {
+    const int request = load_global(split_info + 2 * part);
+    if (request < 0) continue;
+    const int splits = load_global(split_info + 2 * part + 1);
+
+    // Row r of this tile in slot `slot`, counted in rows.
+    const auto partial_row = [&](int k) {
+      return (static_cast<int64_t>(split_slot(part, k)) * tiles + tile) * kRows + r;
+    };
+
+    float max = -infinity();
+    for (int k = lane_id(); k < splits; k += 32) max = fmaxf(max, load_global(partial_lse + partial_row(k)));
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    store_global_v2(to + 2 * (v * 128 + lane * 4), pack2<Element>(acc[v][0] * factor, acc[v][1] * factor),
-                    pack2<Element>(acc[v][2] * factor, acc[v][3] * factor));
-  }
-  if (lane == 0) {
-    store_global(lse + (request * heads + head) * s_q + s, sum == 0.f ? infinity() : (max + log2_approx(sum)) * kLn2);
+    for (int mask = 16; mask > 0; mask /= 2) max = fmaxf(max, shuffle_xor(max, mask));
+    const float reference = max == -infinity() ? 0.f : max;
+
+    float acc[4] = {0.f, 0.f, 0.f, 0.f};
+    float sum = 0.f;
+#pragma unroll 1
+    for (int first = 0; first < splits; first += 32) {
+      // Each lane works out the weight of one split.
+      const int count = splits - first < 32 ? splits - first : 32;
+      float mine = 0.f;
+      if (lane_id() < count) mine = exp2_approx(load_global(partial_lse + partial_row(first + lane_id())) - reference);
+#pragma unroll 8
+      for (int k = 0; k < count; ++k) {
+        const float weight = __shfl_sync(0xffffffffu, mine, k);
+        sum += weight;
+        float x[4];
+        load_global_v4(partial_out + partial_row(first + k) * kHeadDimV + column, x);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[e] = fmaf(weight, x[e], acc[e]);
+      }
+    }
+
+    const float factor = sum == 0.f ? 0.f : 1.f / sum;
+    unsigned char* to =
+        static_cast<unsigned char*>(out) + request * out_stride_b + s * out_stride_s + head * out_stride_h;
+    store_global_v2(to + 2 * column, pack2<Element>(acc[0] * factor, acc[1] * factor),
+                    pack2<Element>(acc[2] * factor, acc[3] * factor));
+    if (column == 0) {
+      store_global(lse + (request * heads + head) * s_q + s, sum == 0.f ? infinity() : (max + log2_approx(sum)) * kLn2);
+    }
   }
 }
 

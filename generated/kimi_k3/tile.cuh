@@ -23,7 +23,7 @@ MLAFORGE_DEVICE float quad_sum(float x) {
 
 // Online softmax of this thread's two rows, in the log2 domain: exp(scale * s) is computed as exp2(scale_log2 * s).
 struct RowState {
-  float max[2];  // running maximum of scale_log2 * s; -inf while a row has seen no token
+  float max[2];  // what the row refers to: its maximum of scale_log2 * s so far, or a little less; -inf without a token
   float sum[2];  // running sum of this thread's columns only, relative to max
 
   MLAFORGE_DEVICE void reset() {
@@ -45,51 +45,71 @@ MLAFORGE_DEVICE void mask_scores(float (&s)[Tokens / 2], int first, const int (&
   }
 }
 
-// Scores to probabilities relative to the new running maximum; `rescale` is what everything accumulated before it
-// must be multiplied with.
+// The first half of a softmax step: what the rows refer to from now on, and what everything accumulated before must be
+// multiplied with. The reference follows the running maximum when that has passed it by more than `slack`, so that
+// probabilities stay below 2^slack, rescale is mostly one, and the lanes of a row seldom need to agree on a maximum.
 template <int Tokens>
-MLAFORGE_DEVICE void softmax_step(float (&s)[Tokens / 2], RowState& state, float (&rescale)[2], float scale_log2) {
+MLAFORGE_DEVICE void softmax_reference(const float (&s)[Tokens / 2], RowState& state, float (&rescale)[2],
+                                       float scale_log2, float slack) {
+  float top[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float top = s[2 * i];
+    float even = s[2 * i];
+    float odd = s[2 * i + 1];
 #pragma unroll
-    for (int g = 0; g < Tokens / 8; ++g) top = fmaxf(top, fmaxf(s[4 * g + 2 * i], s[4 * g + 2 * i + 1]));
-    const float max = fmaxf(state.max[i], quad_max(top) * scale_log2);
-    // A row without a token so far: any finite reference keeps exp2(-inf - reference) = 0 instead of NaN.
-    const float reference = max == -infinity() ? 0.f : max;
-    rescale[i] = exp2_approx(state.max[i] - reference);
-    state.max[i] = max;
-    float sum = 0.f;
+    for (int g = 1; g < Tokens / 8; ++g) {
+      even = fmaxf(even, s[4 * g + 2 * i]);
+      odd = fmaxf(odd, s[4 * g + 2 * i + 1]);
+    }
+    top[i] = fmaxf(even, odd) * scale_log2;
+    rescale[i] = 1.f;
+  }
+  if (warp_any(top[0] > state.max[0] + slack || top[1] > state.max[1] + slack)) {
 #pragma unroll
-    for (int g = 0; g < Tokens / 8; ++g) {
-#pragma unroll
-      for (int e = 2 * i; e < 2 * i + 2; ++e) {
-        s[4 * g + e] = exp2_approx(fmaf(s[4 * g + e], scale_log2, -reference));
-        sum += s[4 * g + e];
+    for (int i = 0; i < 2; ++i) {
+      const float seen = quad_max(top[i]);
+      if (seen > state.max[i] + slack) {
+        rescale[i] = exp2_approx(state.max[i] - seen);
+        state.max[i] = seen;
       }
     }
-    state.sum[i] = state.sum[i] * rescale[i] + sum;
   }
 }
 
-// Probabilities as the A operand of the next product: four registers for each 16 tokens.
-template <class Element, int Tokens>
-MLAFORGE_DEVICE void pack_probabilities(const float (&s)[Tokens / 2], uint32_t (&p)[Tokens / 4]) {
+// The second half: scores to probabilities, packed as the A operand of the next product, four registers for each 16 tokens.
+// `take(k, p)` gets those of tokens 16k to 16k + 15 as soon as they are there.
+template <class Element, int Tokens, class Take>
+MLAFORGE_DEVICE void softmax_probabilities(const float (&s)[Tokens / 2], RowState& state, const float (&rescale)[2],
+                                           float scale_log2, const Take& take) {
+  float sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};  // of even and odd columns
+  // A row without a token so far: any finite reference keeps exp2(-inf - reference) = 0 instead of NaN.
+  const float reference[2] = {state.max[0] == -infinity() ? 0.f : state.max[0],
+                              state.max[1] == -infinity() ? 0.f : state.max[1]};
 #pragma unroll
-  for (int i = 0; i < Tokens / 4; ++i) p[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
+  for (int k = 0; k < Tokens / 16; ++k) {
+    uint32_t p[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int row = j % 2;
+      const float even = exp2_approx(fmaf(s[8 * k + 2 * j], scale_log2, -reference[row]));
+      const float odd = exp2_approx(fmaf(s[8 * k + 2 * j + 1], scale_log2, -reference[row]));
+      sum[row][0] += even;
+      sum[row][1] += odd;
+      p[j] = pack2<Element>(even, odd);
+    }
+    take(k, p);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) state.sum[i] = state.sum[i] * rescale[i] + (sum[i][0] + sum[i][1]);
 }
 
-// Stores packed probabilities as a [64, 64] K-major tile under the 128-byte swizzle.
-MLAFORGE_DEVICE void store_probabilities(smem_t tile, const uint32_t (&p)[16]) {
+// Stores the probabilities of tokens 16k to 16k + 15 into a [64, 64] K-major tile under the 128-byte swizzle.
+MLAFORGE_DEVICE void store_probabilities(smem_t tile, int k, const uint32_t (&p)[4]) {
   const int lane = lane_id();
   // stmatrix takes 8x8 matrices in the order of the A fragment: rows 0-7, rows 8-15, then the same 8 columns on.
   const int row = ((static_cast<int>(threadIdx.x) & 127) >> 5) * 16 + (lane & 15);
-  const smem_t line = tile + row * 128;
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const int chunk = 2 * k + (lane >> 4);
-    stmatrix_x4(line + ((chunk ^ (row & 7)) << 4), p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]);
-  }
+  const int chunk = 2 * k + (lane >> 4);
+  stmatrix_x4(tile + row * 128 + ((chunk ^ (row & 7)) << 4), p[0], p[1], p[2], p[3]);
 }
 
 template <int Count>

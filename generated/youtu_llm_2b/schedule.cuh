@@ -5,6 +5,9 @@
 // and, when it is split, its share of the merge). The line is cut into `parts` equal pieces; piece p belongs to part p.
 // A request that lies in several pieces is split at the cuts, and a cut close to one of its ends moves to that end.
 // The rule is a closed form, so every block finds its own piece, and the number of splits of a request, alone.
+//
+// Requests of one length are common (and every benchmark's), and for them a cut that falls just beside every end would be
+// a waste: then fewer parts are used, so that each holds whole requests, or each request the same number of parts.
 #pragma once
 
 #include "primitives.cuh"
@@ -32,12 +35,15 @@ MLAFORGE_DEVICE int request_blocks(int len) {
 // Length of request i as the kernel may use it: never beyond what its row of the block table can name.
 struct RequestLengths {
   const int32_t* cache_seqlens;
-  int64_t capacity;  // table width x page size, tokens
+  int capacity;  // tokens
 
+  MLAFORGE_DEVICE RequestLengths(const int32_t* lengths, int table_width, int page_size) : cache_seqlens(lengths) {
+    const int64_t tokens = static_cast<int64_t>(table_width) * page_size;
+    capacity = static_cast<int>(tokens < 0x7fffffff ? tokens : 0x7fffffff);
+  }
   MLAFORGE_DEVICE int operator()(int i) const {
-    int64_t len = load_global(cache_seqlens + i);
-    len = len < 0 ? 0 : len;
-    return static_cast<int>(len < capacity ? len : capacity);
+    const int len = load_global(cache_seqlens + i);
+    return len < 0 ? 0 : len < capacity ? len : capacity;
   }
 };
 
@@ -45,14 +51,41 @@ struct RequestLengths {
 // could pass 2^31.
 template <class Policy>
 struct Schedule {
-  int total;          // length of the line
   int parts;          // parts in use; the ones beyond have no work
   int part;           // this one
   int from, to;       // its piece
   int first_request;  // the request in which the piece begins
   int first_start;    // where that request begins on the line
+  // Cuts come in groups, one group to every `span` of the line: `cut` and `more` times `cut + 1` behind each other.
+  int group, span, cut, more;
 
-  MLAFORGE_DEVICE int boundary(int p) const { return static_cast<int>(static_cast<int64_t>(total) * p / parts); }
+  MLAFORGE_DEVICE int boundary(int p) const {
+    const int i = p % group;
+    return p / group * span + i * cut + (i < more ? i : more);
+  }
+
+  // Cuts a line of this length into equal pieces.
+  MLAFORGE_DEVICE void divide(int total) {
+    group = parts;
+    span = total;
+    cut = total / parts;
+    more = total % parts;
+  }
+
+  // Cuts `batch` requests of `blocks` blocks each so that every part has whole requests, or every request the same number
+  // of parts; false if that would leave more than a sixteenth of the parts idle.
+  MLAFORGE_DEVICE bool divide_evenly(int batch, int blocks) {
+    const int whole = (batch + parts - 1) / parts;  // requests in a part
+    const int pieces = parts / batch;               // parts of a request
+    const int used = batch > parts ? (batch % whole == 0 ? batch / whole : 0) : pieces * batch;
+    if (used * 16 < parts * 15) return false;
+    parts = used;
+    group = batch > parts ? 1 : pieces;
+    span = (blocks + Policy::kFixedOverheadBlocks) * whole;
+    cut = blocks / group;
+    more = blocks % group;
+    return true;
+  }
 
   // How many blocks of a request that begins at `start` lie before a cut at position `at`.
   MLAFORGE_DEVICE static int blocks_before(int at, int start, int blocks) {
@@ -62,16 +95,41 @@ struct Schedule {
     return t;
   }
 
-  // Number of parts that hold a block of the request which begins at `start`, in this part.
-  MLAFORGE_DEVICE int splits(int start, int len) const {
+  // Number of parts that hold a block of the request which begins at `start` on the line, in this part. Of `*this` in
+  // shared memory, for a role that has no registers for it.
+  MLAFORGE_DEVICE void store(smem_t at) const {
+    const int32_t words[4] = {part / group * span, part % group, cut, more};
+    store_shared_v4(at, words);
+    store_shared_s32(at + 16, group);
+  }
+  MLAFORGE_DEVICE static int splits(smem_t at, int start, int len) {
+    int32_t words[4];
+    load_shared_v4(at, words);
+    const int group_start = words[0];
+    const int first = words[1];
+    const int group = load_shared_s32(at + 16);
     const int blocks = request_blocks<Policy>(len);
-    int last = part;
-    while (last + 1 < parts && blocks_before(boundary(last + 1), start, blocks) < blocks) ++last;
-    return last - part + 1;
+    int next = first + 1;
+    while (next < group) {
+      const int end = group_start + next * words[2] + (next < words[3] ? next : words[3]);
+      if (blocks_before(end, start, blocks) >= blocks) break;
+      ++next;
+    }
+    return next - first;
   }
 };
 
-// Called by all `Threads` threads of the block; `scratch` is 4 * (Threads / 32 + 2) bytes of shared memory.
+// The largest of a warp's numbers, none of them negative.
+MLAFORGE_DEVICE int warp_max(int x) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const int other = static_cast<int>(shuffle_xor(static_cast<uint32_t>(x), mask));
+    x = other > x ? other : x;
+  }
+  return x;
+}
+
+// Called by all `Threads` threads of the block; `scratch` is 4 * (3 * Threads / 32 + 2) bytes of shared memory.
 template <class Policy, int Threads>
 MLAFORGE_DEVICE Schedule<Policy> make_schedule(RequestLengths lengths, int batch, int part, int max_parts,
                                                smem_t scratch) {
@@ -82,7 +140,16 @@ MLAFORGE_DEVICE Schedule<Policy> make_schedule(RequestLengths lengths, int batch
   const int end = begin + chunk < batch ? begin + chunk : batch;
 
   int mine = 0;
-  for (int i = begin; i < end; ++i) mine += request_blocks<Policy>(lengths(i)) + Policy::kFixedOverheadBlocks;
+  int longest = 0;
+  int shortest = 0x7fffffff;
+  for (int i = begin; i < end; ++i) {
+    const int blocks = request_blocks<Policy>(lengths(i));
+    mine += blocks + Policy::kFixedOverheadBlocks;
+    longest = blocks > longest ? blocks : longest;
+    shortest = blocks < shortest ? blocks : shortest;
+  }
+  longest = warp_max(longest);
+  shortest = 0x7fffffff - warp_max(0x7fffffff - shortest);
 
   // Prefix sums over the threads: within the warp by shuffles, over the warps through shared memory.
   int inclusive = mine;
@@ -91,7 +158,11 @@ MLAFORGE_DEVICE Schedule<Policy> make_schedule(RequestLengths lengths, int batch
     const int below = __shfl_up_sync(0xffffffffu, inclusive, step);
     if (lane_id() >= step) inclusive += below;
   }
-  if (lane_id() == 31) store_shared_s32(scratch + 4 * warp_id(), inclusive);
+  if (lane_id() == 31) {
+    store_shared_s32(scratch + 4 * warp_id(), inclusive);
+    store_shared_s32(scratch + 4 * (kWarps + 2 + warp_id()), longest);
+    store_shared_s32(scratch + 4 * (2 * kWarps + 2 + warp_id()), shortest);
+  }
   __syncthreads();
   int prefix = inclusive - mine;
   int total = 0;
@@ -100,17 +171,21 @@ MLAFORGE_DEVICE Schedule<Policy> make_schedule(RequestLengths lengths, int batch
     const int sum = load_shared_s32(scratch + 4 * w);
     if (w < warp_id()) prefix += sum;
     total += sum;
+    const int high = load_shared_s32(scratch + 4 * (kWarps + 2 + w));
+    const int low = load_shared_s32(scratch + 4 * (2 * kWarps + 2 + w));
+    longest = high > longest ? high : longest;
+    shortest = low < shortest ? low : shortest;
   }
 
   Schedule<Policy> s;
-  s.total = total;
   const int useful = total / Policy::kMinPartCost;
   s.parts = useful < 1 ? 1 : useful < max_parts ? useful : max_parts;
+  if (longest != shortest || !s.divide_evenly(batch, longest)) s.divide(total);
   s.part = part;
   s.from = s.boundary(part);
   s.to = s.boundary(part + 1);
   s.first_request = batch;
-  s.first_start = 0;
+  s.first_start = s.to;  // no work, unless a request is found
   if (part < s.parts && prefix <= s.from && s.from < prefix + mine) {
     int i = begin;
     int start = prefix;
@@ -143,25 +218,25 @@ struct WorkItem {
   int block_begin;
   int block_end;  // exclusive
   int slot;       // of the partial result; -1 when the request is not split
+
+  // The request began in this part and goes on in the next.
+  MLAFORGE_DEVICE bool opens() const { return slot >= 0 && slot % 2 == 1; }
 };
 
-// Walks the requests of a part. Every role of the block walks the same items in the same order.
+// Walks the requests of a part. Whoever walks finds the same items in the same order.
 template <class Policy>
 struct WorkWalker {
   RequestLengths lengths;
-  int batch;
   int part, from, to;
   int request;
   int start;
-  int len;  // of `request`, read one step ahead
 
-  MLAFORGE_DEVICE WorkWalker(const Schedule<Policy>& s, RequestLengths l, int b)
-      : lengths(l), batch(b), part(s.part), from(s.from), to(s.to), request(s.first_request), start(s.first_start) {
-    len = request < batch ? lengths(request) : 0;
-  }
+  MLAFORGE_DEVICE WorkWalker(const Schedule<Policy>& s, RequestLengths l)
+      : lengths(l), part(s.part), from(s.from), to(s.to), request(s.first_request), start(s.first_start) {}
 
   MLAFORGE_DEVICE bool next(WorkItem& item) {
-    while (request < batch && start < to) {
+    while (start < to) {
+      const int len = lengths(request);
       const int blocks = request_blocks<Policy>(len);
       item.request = request;
       item.len = len;
@@ -169,10 +244,9 @@ struct WorkWalker {
       item.block_begin = Schedule<Policy>::blocks_before(from, start, blocks);
       item.block_end = Schedule<Policy>::blocks_before(to, start, blocks);
       const int count = item.block_end - item.block_begin;
-      item.slot = count == blocks ? -1 : item.block_begin > 0 ? continued_slot(part) : opened_slot(part);
+      item.slot = count == blocks ? -1 : item.block_begin > 0 ? continued_slot(late(part)) : opened_slot(late(part));
       start += blocks + Policy::kFixedOverheadBlocks;
       ++request;
-      len = request < batch ? lengths(request) : 0;
       if (count > 0) return true;
     }
     return false;

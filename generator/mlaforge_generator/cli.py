@@ -21,7 +21,7 @@ import click
 
 from mlaforge import __version__
 
-from .cost import cache_sizes, decode_cost
+from .cost import DecodeCost, DecodeEnergy, cache_sizes, decode_cost, decode_energy
 from .emit import diff_folder, write_folder
 from .errors import Problem as SpecProblem
 from .errors import SpecError
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+    from mlaforge.bench.cases import Case
+    from mlaforge.bench.session import Options, Session
     from mlaforge.compiler import CompiledKernel
     from mlaforge.manifest import Manifest
     from mlaforge.reference import AttentionDims
@@ -125,7 +127,7 @@ def plan(
     """Print every number of a spec's kernels.
 
     The shared-memory map, barriers, tensor maps, warps, registers and launch; traffic, work and the floor of decode
-    calls on the target; sizes of the key-value cache.
+    calls on the target, and the rate and energy when they go on for seconds; sizes of the key-value cache.
     """
     made = _plans([spec])[0]
     if batch is context is s_q is None:
@@ -133,6 +135,20 @@ def plan(
     else:
         shapes = [(batch or 16, context or 65_536, s_q or 1)]
     costs = [decode_cost(made, batch=b, context=s_k, s_q=q, heads=heads) for b, s_k, q in shapes]
+    tile, d_qk, d_v = made.decode.tile, made.decode.d_qk, made.decode.d_v
+    energies = [
+        decode_energy(
+            made.target,
+            d_qk=d_qk,
+            d_v=d_v,
+            tile_rows=tile.rows,
+            tile_tokens=tile.tokens,
+            batch=cost.batch,
+            context=cost.context,
+            rows=cost.s_q * cost.heads,
+        )
+        for cost in costs
+    ]
     model = made.spec.model
     batch, context, layers = batch or 16, context or 65_536, layers or model.num_hidden_layers or 1
     sizes = cache_sizes(model, batch=batch, context=context, layers=layers)
@@ -141,7 +157,14 @@ def plan(
         _print_json(
             {
                 **made.to_json(),
-                "costs": [{**dataclasses.asdict(c), **{name: getattr(c, name) for name in derived}} for c in costs],
+                "costs": [
+                    {
+                        **dataclasses.asdict(cost),
+                        **{name: getattr(cost, name) for name in derived},
+                        "sustained": _energy_json(energy),
+                    }
+                    for cost, energy in zip(costs, energies, strict=True)
+                ],
                 "cache_sizes": {
                     "batch": batch,
                     "context": context,
@@ -154,6 +177,46 @@ def plan(
     from .tables import plan_tables
 
     _print(plan_tables(made, costs, sizes, f"{batch} x {context:,} tokens, {layers} layers"))
+    _print([_energy_table(made, costs, energies)])
+
+
+def _energy_json(energy: DecodeEnergy) -> dict[str, Any]:
+    return {**dataclasses.asdict(energy), "nj_per_token": energy.nj_per_token}
+
+
+def _energy_table(made: Plan, costs: Sequence[DecodeCost], energies: Sequence[DecodeEnergy]) -> Table:
+    from .tables import table
+
+    rows = [
+        (
+            f"{cost.batch:,}",
+            f"{cost.context:,}",
+            cost.s_q,
+            cost.heads,
+            f"{energy.memory_nj:.0f}",
+            f"{energy.reread_nj:.0f}",
+            f"{energy.matrix_nj:.0f}",
+            f"{energy.static_nj:.0f}",
+            f"{energy.nj_per_token:.0f}",
+            f"{energy.watts:.0f}",
+            f"{energy.us:.1f}",
+            f"{energy.tflops:.0f}",
+            f"{energy.gbps:,.0f}",
+            energy.bound,
+        )
+        for cost, energy in zip(costs, energies, strict=True)
+    ]
+    model = made.target.energy
+    columns = ("batch>", "context>", "s_q>", "heads>", "HBM>", "L2>", "MMA>", "static>", "nJ/token>", "W>", "us>")
+    return table(
+        f"Sustained on an {made.target.name}, predicted: energy of a cached token in nJ, and the rate that it allows",
+        (*columns, "TFLOP/s>", "GB/s>", "bound by"),
+        rows,
+        caption=(
+            f"{model.power_cap_watts:.0f} W cap, {model.static_watts:.0f} W static; constants measured by "
+            "`mlaforge bench --energy`. L2: row tiles behind the first; softmax is left out"
+        ),
+    )
 
 
 @cli.command()
@@ -727,6 +790,237 @@ def make(spec: str, output: Path, examples: int | None, seed: int) -> None:
         click.echo(f"{reason}: the kernels were compiled for it, and their text now runs on the CPU, simulated")
         device = "sim"
     _verify(spec, folder, _Run(seed, examples, device=device))
+
+
+# ---- bench -----------------------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("spec", metavar="SPEC|DIR")
+@click.option(
+    "--suite",
+    "suites",
+    multiple=True,
+    metavar="NAME",
+    help="burst, small or sustained; may be repeated.  [default: burst, or none with --energy]",
+)
+@click.option(
+    "--peers",
+    "peer_names",
+    metavar="NAME,...",
+    help="Peers to compare with, or none.  [default: all that can be imported]",
+)
+@click.option(
+    "--shapes", multiple=True, metavar="BxS,...", help="Batch x cached tokens, as in 128x4096, instead of the suites'."
+)
+@click.option("--heads", multiple=True, metavar="N,...", help="Query heads, instead of the suites'.")
+@click.option("--s-q", multiple=True, metavar="N,...", help="Query tokens, instead of the suites'.")
+@click.option("--repeats", type=_COUNT, default=30, show_default=True, help="Timed calls of each kernel and shape.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0.1),
+    default=2.0,
+    show_default=True,
+    help="Of each sustained measurement, after 0.6 s of heating.",
+)
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=1.0),
+    metavar="SECONDS",
+    help="Of the whole run: lowers repeats and seconds to keep it, and drops no case.",
+)
+@click.option("--energy", is_flag=True, help="Measure the constants of the energy model again.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Where bench.json, bench.txt and the plots go.  [default: bench-NAME]",
+)
+def bench(
+    spec: str,
+    suites: tuple[str, ...],
+    peer_names: str | None,
+    shapes: tuple[str, ...],
+    heads: tuple[str, ...],
+    s_q: tuple[str, ...],
+    repeats: int,
+    seconds: float,
+    budget: float | None,
+    energy: bool,
+    output: Path | None,
+) -> None:
+    """Time decode on a GPU, beside other kernels and the machine's ceilings.
+
+    Ours and each peer that can be imported run on the same tensors in turn. burst and small: medians of separate calls,
+    each a replayed graph on a cold L2. sustained: seconds of calls back to back, with watts, clock and energy.
+    The peers: flashmla, flashmla_vllm, fa3_vllm, flashinfer, triton_vllm, triton_sglang, torch.
+    """
+    from mlaforge.bench.cases import choose_suites, parse_counts, parse_shapes
+
+    try:
+        wanted = [name for text in suites for name in text.split(",")] or ([] if energy else ["burst"])
+        chosen = choose_suites(wanted, parse_shapes(shapes), parse_counts(heads), parse_counts(s_q))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
+        (folder,) = _folders([spec], Path(scratch))
+        _require_torch()
+        from mlaforge.bench.peers import PEERS
+        from mlaforge.bench.session import Options
+
+        names = tuple(PEERS) if peer_names is None else tuple(name for name in peer_names.split(",") if name != "none")
+        if unknown := [name for name in names if name not in PEERS]:
+            raise click.UsageError(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}")
+        if reason := _why_no_hopper("cuda"):
+            raise _NoDevice(f"{reason}; a bench needs one")
+        options = Options(chosen, names, repeats, seconds, budget=budget, energy=energy)
+        _bench(folder, options, output or Path(f"bench-{folder.resolve().name}"))
+
+
+def _bench(folder: Path, options: Options, output: Path) -> None:
+    import torch
+
+    import mlaforge
+    from mlaforge.bench.machine import Machine, energy_source
+    from mlaforge.bench.power import Nvml, NvmlError
+    from mlaforge.bench.session import BenchError, Session
+    from mlaforge.bench.timing import Gpu
+    from mlaforge.compiler import CompileError
+    from mlaforge.launch import Cuda
+    from mlaforge.toolchain import ToolchainError
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        with _status("compiling"):
+            mla = mlaforge.load(folder)
+            manifest = mla.manifest
+            gpu = Gpu(device)
+            machine = Machine(Cuda(), device, gpu.sms, folder, manifest.d_qk)
+    except (CompileError, ToolchainError) as error:
+        raise _Toolchain(str(error)) from None
+    about: dict[str, Any] = {
+        "kernel": _first_line(manifest.decode.source),
+        "gpu": torch.cuda.get_device_name(device),
+        "cuda": torch.version.cuda,
+        "sms": gpu.sms,
+        "l2_bytes": gpu.l2_bytes,
+    }
+    meter = None
+    try:
+        meter = Nvml(device)
+        about |= meter.describe()
+    except NvmlError as error:
+        click.echo(f"no power readings: {error}", err=True)
+        if options.energy:
+            raise _NoDevice(f"--energy needs power readings: {error}") from None
+    with _writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+    with _steps() as (advance, total):
+        session = Session(
+            mla,
+            gpu,
+            options,
+            machine=machine,
+            meter=meter,
+            about=about,
+            predict=lambda case: _predict(manifest, case),
+            report=click.echo,
+            advance=advance,
+            save=lambda result: _replace(output / "bench.json", json.dumps(result, indent=1) + "\n"),
+        )
+        total(session.steps)
+        try:
+            session.run()
+        except BenchError as error:
+            stopped: BenchError | None = error
+        else:
+            stopped = None
+    _show_bench(session, output)
+    if session.energy is not None:
+        cap = about.get("power_limit_watts", TARGETS[manifest.target].energy.power_cap_watts)
+        click.echo(f"for the planner's table of this GPU:\n{energy_source(session.energy, cap)}")
+    if stopped is not None:
+        raise _Failure(f"stopped: {stopped}; what was measured before is in {output}")
+
+
+def _first_line(source: Path) -> str:
+    """Give what a generated kernel says that it was made from."""
+    return source.read_text(encoding="utf-8").partition("\n")[0].removeprefix("// ").partition(". Do not edit")[0]
+
+
+def _predict(manifest: Manifest, case: Case) -> dict[str, Any]:
+    """Say what the planner expects of our kernel."""
+    target, decode = TARGETS[manifest.target], manifest.decode
+    energy = decode_energy(
+        target,
+        d_qk=manifest.d_qk,
+        d_v=manifest.d_v,
+        tile_rows=decode.tile_rows,
+        tile_tokens=decode.tile_tokens,
+        batch=case.b,
+        context=case.s_k,
+        rows=case.rows,
+    )
+    padded = -(-case.rows // decode.tile_rows) * decode.tile_rows
+    compute = 2 * case.tokens * padded * (manifest.d_qk + manifest.d_v) / target.matrix_rate
+    return {
+        "floor_us": 1e6 * max(case.bytes(manifest.d_qk, manifest.d_v) / target.read_bandwidth, compute),
+        "us": energy.us,
+        "TFLOPs": energy.tflops,
+        "GBps": energy.gbps,
+        "watts": energy.watts,
+        "nJ_per_token": energy.nj_per_token,
+        "bound": energy.bound,
+    }
+
+
+def _show_bench(session: Session, output: Path) -> None:
+    """Print the tables, and write them and the plots beside the data."""
+    import io
+
+    from rich.console import Console
+
+    from mlaforge.bench.report import tables
+    from mlaforge.bench.roofline import to_svg
+
+    result = session.result
+    text = io.StringIO()
+    console = Console(file=text, highlight=False, width=_BENCH_WIDTH)
+    for part in tables(result):
+        console.print(part)
+    click.echo(text.getvalue())
+    _replace(output / "bench.txt", text.getvalue())
+    for mode in ("burst", "sustained"):
+        if (picture := to_svg(result, mode)) is not None:
+            _replace(output / f"roofline_{mode}.svg", picture)
+    click.echo(f"{output}: {', '.join(sorted(path.name for path in output.iterdir()))}")
+
+
+_BENCH_WIDTH = 150
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file aside and rename it: whoever is killed leaves a whole one."""
+    with _writing(path):
+        aside = path.with_name(f".{path.name}.new")
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+
+
+@contextlib.contextmanager
+def _steps() -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
+    """Show a bar on a terminal; yields what is called as a step of some name begins, and what takes their number."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = _console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield (
+            lambda what: bar.update(task, advance=1, description=what),
+            lambda total: bar.update(task, total=total),
+        )
 
 
 # ---- Output ----------------------------------------------------------------------------------------------------------

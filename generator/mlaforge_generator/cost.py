@@ -3,6 +3,9 @@
 Counted are the bytes that must cross the memory bus once and the products that must be computed. A floor is the longer
 of the two times at the target's measured rates, launch and merge latency left out: no kernel is faster, a good one is
 near.
+
+In service the power cap decides, not a floor: the energy of a call is worked out from what its operations take one by
+one, and with it the rate that a chip keeps up for seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Literal
 
 from .plan import ELEMENT_BYTES, Plan, SchedulePolicy
 from .spec import Model
+from .target import Target
 
 GQA_HEADS = 8
 """Key and value heads of the grouped-query attention that MLA is compared with."""
@@ -98,25 +102,132 @@ def decode_cost(plan: Plan, *, batch: int, context: int, s_q: int = 1, heads: in
     )
 
 
+@dataclass(frozen=True)
+class DecodeEnergy:
+    """What the energy model says of decode calls back to back for seconds. Softmax and spinning are not in it."""
+
+    memory_nj: float
+    """Per cached token: the cache from HBM, q and out."""
+    reread_nj: float
+    """Per cached token: the same bytes of the cache from L2, for the row tiles behind the first."""
+    matrix_nj: float
+    """Per cached token: the products, rows filled up to whole tiles."""
+    static_nj: float
+    """Per cached token: the static power for as long as a token takes."""
+    tokens_per_second: float
+    """Cached tokens."""
+    watts: float
+    us: float
+    """Of a call."""
+    tflops: float
+    """Useful."""
+    gbps: float
+    """The cache once, q and out."""
+    bound: Literal["memory", "compute", "power"]
+    """What decides the rate."""
+
+    @property
+    def nj_per_token(self) -> float:
+        """Energy of the chip per cached token."""
+        return self.memory_nj + self.reread_nj + self.matrix_nj + self.static_nj
+
+
+def decode_energy(
+    target: Target,
+    *,
+    d_qk: int,
+    d_v: int,
+    tile_rows: int,
+    tile_tokens: int,
+    batch: int,
+    context: int,
+    rows: int,
+) -> DecodeEnergy:
+    """Predict decode calls back to back on a target.
+
+    Args:
+        target: the GPU.
+        d_qk: width of the cache.
+        d_v: width of V.
+        tile_rows: rows of a block, a multiple of 64 (M of WGMMA).
+        tile_tokens: tokens of a block's step: N of Q K^T.
+        batch: requests.
+        context: cached tokens of each.
+        rows: query tokens x heads of a request.
+    """
+    model = target.energy
+    tokens = batch * context
+    row_tiles = -(-rows // tile_rows)
+    padded = row_tiles * tile_rows
+    cache_bytes, io_bytes = tokens * d_qk * ELEMENT_BYTES, batch * rows * ((d_qk + d_v) * ELEMENT_BYTES + 4)
+    per_byte = model.hbm_to_smem_nj / _TOKEN_BYTES
+    memory = (cache_bytes + io_bytes) * per_byte / tokens
+    reread = (row_tiles - 1) * d_qk * ELEMENT_BYTES * model.l2_to_smem_nj / _TOKEN_BYTES
+    # Of 64 rows and a step's tokens: products of depth 16 along d_qk; then along the tokens, each half of V by a
+    # warpgroup of its own.
+    scores = -(-d_qk // 16) * model.matrix_nj(tile_tokens) / tile_tokens
+    values = 2 * model.matrix_nj(d_v / 2) / 16
+    matrix = padded / 64 * (scores + values)
+    dynamic = memory + reread + matrix
+    rates = {
+        "memory": tokens / ((cache_bytes + io_bytes) / target.read_bandwidth),
+        "compute": target.matrix_rate / (2 * padded * (d_qk + d_v)),
+        "power": (model.power_cap_watts - model.static_watts) / (dynamic * 1e-9),
+    }
+    bounds: tuple[Literal["memory", "compute", "power"], ...] = ("memory", "compute", "power")
+    bound = min(bounds, key=lambda each: rates[each])
+    rate = rates[bound]
+    return DecodeEnergy(
+        memory_nj=memory,
+        reread_nj=reread,
+        matrix_nj=matrix,
+        static_nj=1e9 * model.static_watts / rate,
+        tokens_per_second=rate,
+        watts=model.static_watts + dynamic * 1e-9 * rate,
+        us=1e6 * tokens / rate,
+        tflops=2 * rows * (d_qk + d_v) * rate * 1e-12,
+        gbps=(cache_bytes + io_bytes) / tokens * rate * 1e-9,
+        bound=bound,
+    )
+
+
+_TOKEN_BYTES = 1152  # of the energy model's tokens
+
+
 def split_counts(lengths: Sequence[int], tile_tokens: int, policy: SchedulePolicy, max_parts: int) -> list[int]:
     """Into how many pieces the kernel cuts each request; the rule of templates/device/schedule.cuh.
 
     All requests lie on a line, each as long as its blocks and a fixed overhead. The line is cut into equal parts; a cut
-    within a request's blocks splits it, unless it is so close to an end that it moves there.
+    within a request's blocks splits it, unless it is so close to an end that it moves there. Requests of one length get
+    whole parts, or parts whole requests, if that leaves few parts idle.
     """
     blocks = [max(-(-length // tile_tokens), 1) for length in lengths]
     total = sum(blocks) + policy.fixed_overhead_blocks * len(blocks)
     parts = min(max(total // policy.min_part_cost, 1), max_parts)
     counts = [1] * len(blocks)
+    if len(set(blocks)) == 1:
+        batch = len(blocks)
+        whole, pieces = -(-batch // parts), parts // batch
+        if batch > parts and batch % whole == 0 and batch // whole * 16 >= parts * 15:
+            return counts
+        if batch <= parts and pieces * batch * 16 >= parts * 15:
+            cuts = [_boundary(blocks[0], pieces, i) for i in range(1, pieces)]
+            return [1 + sum(policy.snap_blocks < cut < blocks[0] - policy.snap_blocks for cut in cuts)] * batch
     start = request = 0
     for part in range(1, parts):
-        cut = total * part // parts
+        cut = _boundary(total, parts, part)
         while start + blocks[request] + policy.fixed_overhead_blocks <= cut:
             start += blocks[request] + policy.fixed_overhead_blocks
             request += 1
         if policy.snap_blocks < cut - start < blocks[request] - policy.snap_blocks:
             counts[request] += 1
     return counts
+
+
+def _boundary(total: int, parts: int, part: int) -> int:
+    """Where a part begins: pieces of equal length, the first ones a block longer."""
+    quotient, more = divmod(total, parts)
+    return part * quotient + min(part, more)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ The planner is where hardware limits live. A spec that no kernel can serve gives
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .errors import Problem, SpecError
@@ -42,8 +43,23 @@ class Tile:
     tokens: int
     """Cached tokens in a stage."""
     stages: int
+    """Tiles in shared memory at once."""
+    rope_stages: int
+    """The same of the columns behind V alone, which are done with as soon as the scores are."""
+    items: int
+    """Items of work that are known ahead; 1 where every role finds its own."""
+    exchanges: int
+    """Tiles of P in shared memory."""
+    shared: bool
+    """One buffer is the second of either, P or the columns behind V, as the kernel chooses."""
+    strip: int
+    """Columns of O that the warpgroup of the scores accumulates, the last ones, where the rest has one of its own."""
+    readers: int
+    """Warpgroups that multiply P with a tile."""
     subtiles: int
     """Subtiles of 64 columns in a row of K; the last may be part zeros."""
+    rope_subtiles: int
+    """Those of them behind V."""
     box_tokens: int
     """Tokens that one TMA copy brings."""
 
@@ -57,6 +73,8 @@ class SmemRegion:
     offset: int
     size: int
     what: str
+    count: int = 1
+    """Equal buffers that it consists of."""
     alias_of: str | None = None
 
 
@@ -78,6 +96,8 @@ class Mbarrier:
     arrivals: int
     bytes: int
     what: str
+    offset: int = -1
+    """Of the first, from the base of shared memory; -1 until the regions are placed."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +141,20 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class RegisterLimit:
+    """Registers of a thread while its warpgroup plays a role."""
+
+    constant: str
+    registers: int
+
+
+@dataclass(frozen=True)
 class Launch:
     """Shape of a launch."""
 
     threads: int
     grid: tuple[str, ...]
-    producer_registers: int
-    consumer_registers: int
+    register_limits: tuple[RegisterLimit, ...]
 
 
 @dataclass(frozen=True)
@@ -144,17 +171,20 @@ class SchedulePolicy:
 
 @dataclass(frozen=True)
 class RegisterUse:
-    """One line of the register estimate of the busiest role."""
+    """One line of the register estimate of a role."""
 
+    role: str
     what: str
     registers: int
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Absorbed attention over the paged latent cache, schedule `plain`."""
+    """Absorbed attention over the paged latent cache."""
 
     spec_name: str
+    schedule_name: str
+    """As in kernels.decode.schedule."""
     template: str
     file: str
     entry: str
@@ -185,6 +215,9 @@ class CombinePlan:
     d_v: int
     tile_rows: int
     rows_per_block: int
+    columns_per_warp: int
+    parts_per_block: int
+    """Parts whose split request a block merges, if one begins there."""
     threads: int
     grid: tuple[str, ...]
     parameters: tuple[Parameter, ...]
@@ -219,37 +252,42 @@ def make_plan(spec: Spec) -> Plan:
     problems = list(_shape_problems(spec))
     if problems:
         raise SpecError(problems)
-    subtiles = _subtiles(spec)
     choices: list[Choice] = []
-    decode_options = spec.kernels.decode
+    options = spec.kernels.decode
+    rows, tokens = 64, options.tile_tokens
 
-    schedule = "plain"
-    if decode_options.schedule == "auto":
-        choices.append(Choice("kernels.decode.schedule", schedule, "the only schedule there is"))
-    rows = 64
-    if decode_options.tile_rows == "auto":
+    schedule: str = options.schedule
+    if schedule == "auto":
+        schedule, why = _schedule(spec, rows, tokens, target)
+        choices.append(Choice("kernels.decode.schedule", schedule, why))
+    if options.tile_rows == "auto":
         choices.append(Choice("kernels.decode.tile_rows", str(rows), "M of WGMMA; fewer rows are padded"))
+    stages = _stages(spec, schedule, rows, tokens, target)
+    if stages is None:
+        raise SpecError([_no_stages(spec, schedule, rows, tokens, target)])
+    if options.stages == "auto":
+        why = f"as many tiles as fit in {target.smem_per_block:,} B, at most {MAX_STAGES}"
+        choices.append(Choice("kernels.decode.stages", str(stages), why))
 
-    tokens = decode_options.tile_tokens
-    if decode_options.stages == "auto":
-        stages = max(n for n in range(1, MAX_STAGES + 1) if n == 1 or _smem(spec, rows, tokens, n, target).fits)
-        choices.append(
-            Choice(
-                "kernels.decode.stages",
-                str(stages),
-                f"as many tiles as fit beside Q in {target.smem_per_block:,} B, at most {MAX_STAGES}",
-            )
-        )
-    else:
-        stages = decode_options.stages
-    layout = _smem(spec, rows, tokens, stages, target)
-    if not layout.fits:
-        raise SpecError([_too_large(spec, rows, tokens, stages, target, layout.total)])
-
-    tile = Tile(rows, tokens, stages, subtiles, min(spec.cache.page_size, tokens))
+    chosen = _ARRANGEMENTS[schedule](spec, rows, tokens, stages)
+    tile = Tile(
+        rows=rows,
+        tokens=tokens,
+        stages=stages,
+        rope_stages=chosen.rope_stages,
+        items=chosen.items,
+        exchanges=chosen.exchanges,
+        shared=chosen.shared,
+        strip=chosen.strip,
+        readers=chosen.readers,
+        subtiles=_subtiles(spec),
+        rope_subtiles=_subtiles(spec) - spec.d_v // SUBTILE_COLUMNS,
+        box_tokens=min(spec.cache.page_size, tokens),
+    )
     element = {"bf16": "Bf16", "fp16": "Fp16"}[spec.cache.dtype]
     decode = DecodePlan(
         spec_name=spec.name,
+        schedule_name=schedule,
         template=f"kernels/decode_{schedule}.cu.j2",
         file="decode.cu",
         entry="mla_decode",
@@ -258,37 +296,26 @@ def make_plan(spec: Spec) -> Plan:
         d_v=spec.d_v,
         page_size=spec.cache.page_size,
         tile=tile,
-        smem=SmemMap(layout.regions, layout.total, target.smem_per_block),
-        mbarriers=_mbarriers(tile),
-        named_barriers=(NamedBarrier("kTailBarrier", 1, 2, 128, "a warpgroup has cleared its half of a last tile"),),
+        smem=SmemMap(chosen.regions, chosen.total, target.smem_per_block),
+        mbarriers=_placed(chosen),
+        named_barriers=chosen.named_barriers,
         tensor_maps=(
             TensorMap("q_map", "q", ("d_qk", "s_q x heads_per_kv", "kv_heads", "b"), (64, rows, 1, 1), 128),
             TensorMap(
                 "kv_map", "kv_cache", ("d_qk", "page_size", "kv_heads", "num_blocks"), (64, tile.box_tokens, 1, 1), 128
             ),
         ),
-        roles=(
-            WarpRole("warpgroup 0", 4, _CONSUMER_REGISTERS, "S = Q K^T, softmax, left half of O += P V"),
-            WarpRole("warpgroup 1", 4, _CONSUMER_REGISTERS, "right half of O += P V"),
-            WarpRole("producer", 1, _PRODUCER_REGISTERS, "TMA of Q and K"),
-            WarpRole("idle", 3, _PRODUCER_REGISTERS, "leave at once; registers are given back by whole warpgroups"),
-        ),
-        registers=(
-            RegisterUse(f"O, {rows} x {spec.d_v // 2} float32 over 128 threads", rows * spec.d_v // 2 // 128),
-            RegisterUse(f"S, {rows} x {tokens} float32", rows * tokens // 128),
-            RegisterUse(f"P, {rows} x {tokens} 16-bit", rows * tokens // 256),
-            RegisterUse("row maxima, sums, borders, addresses", 36),
-        ),
+        roles=chosen.roles,
+        registers=chosen.registers,
         launch=Launch(
-            threads=384,
+            threads=sum(role.warps for role in chosen.roles) * 32,
             grid=("ceil(s_q * heads_per_kv / tile_rows) * kv_heads", "max(SMs / grid.x, 1)"),
-            producer_registers=_PRODUCER_REGISTERS,
-            consumer_registers=_CONSUMER_REGISTERS,
+            register_limits=chosen.register_limits,
         ),
         schedule=SchedulePolicy(fixed_overhead_blocks=5, snap_blocks=1, min_part_cost=3),
         parameters=_DECODE_PARAMETERS,
     )
-    combine_threads = 256
+    rows_per_block, columns_per_warp = 4, 128
     combine = CombinePlan(
         template="kernels/combine.cu.j2",
         file="combine.cu",
@@ -296,18 +323,15 @@ def make_plan(spec: Spec) -> Plan:
         element=element,
         d_v=spec.d_v,
         tile_rows=rows,
-        rows_per_block=combine_threads // 32,
-        threads=combine_threads,
-        grid=("tile_rows / rows_per_block", "decode grid.x", "decode grid.y - 1"),
+        rows_per_block=rows_per_block,
+        columns_per_warp=columns_per_warp,
+        parts_per_block=4,
+        threads=rows_per_block * spec.d_v // columns_per_warp * 32,
+        grid=("tile_rows / rows_per_block", "decode grid.x", "ceil((decode grid.y - 1) / parts_per_block)"),
         parameters=_COMBINE_PARAMETERS,
     )
     return Plan(spec, target, spec.softmax_scale, decode, combine, tuple(choices))
 
-
-# Warpgroups trade registers in multiples of 8; three of them share an SM's file, which the launch splits evenly. With
-# 40 and 232 NVRTC 13.5 spills in the producer, with these neither it nor 13.0 anywhere.
-_PRODUCER_REGISTERS = 56
-_CONSUMER_REGISTERS = 224
 
 _OUT_STRIDES = tuple(Parameter(f"out_stride_{dim}", "long long") for dim in "bsh")
 _DECODE_PARAMETERS = (
@@ -338,6 +362,7 @@ _COMBINE_PARAMETERS = (
     Parameter("s_q", "int"),
     Parameter("heads_per_kv", "int"),
     Parameter("row_tiles", "int"),
+    Parameter("last_part", "int"),
 )
 
 
@@ -369,51 +394,264 @@ def _shape_problems(spec: Spec) -> list[Problem]:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Arrangement:
+    """What a schedule makes of a spec and a tile: shared memory, barriers and warps."""
+
+    rope_stages: int
+    items: int
+    exchanges: int
+    shared: bool
+    strip: int
+    readers: int
     regions: tuple[SmemRegion, ...]
-    total: int
-    fits: bool
+    mbarriers: tuple[Mbarrier, ...]
+    named_barriers: tuple[NamedBarrier, ...]
+    roles: tuple[WarpRole, ...]
+    registers: tuple[RegisterUse, ...]
+    register_limits: tuple[RegisterLimit, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of shared memory."""
+        return max(region.offset + region.size for region in self.regions)
+
+    def fits(self, limit: int) -> bool:
+        return self.total <= limit
 
 
-def _smem(spec: Spec, rows: int, tokens: int, stages: int, target: Target) -> _Layout:
+_Arrange = Callable[[Spec, int, int, int], _Arrangement]
+
+LINE = SUBTILE_COLUMNS * ELEMENT_BYTES
+"""Bytes of a row of a subtile."""
+
+
+class _Regions:
+    """Lays regions one behind the other; the schedule's scratch is used before the first P exists and lies there."""
+
+    def __init__(self) -> None:
+        self.placed: list[SmemRegion] = []
+
+    def place(self, name: str, constant: str, size: int, what: str, count: int = 1) -> None:
+        offset = self.placed[-1].offset + self.placed[-1].size if self.placed else 0
+        self.placed.append(SmemRegion(name, constant, offset, size * count, what, count))
+
+    def finish(self, mbarriers: tuple[Mbarrier, ...], warps: int) -> tuple[SmemRegion, ...]:
+        self.place(
+            "barriers",
+            "kOffsetBarriers",
+            8 * sum(each.count for each in mbarriers),
+            "mbarriers, in the order of the plan",
+        )
+        (p,) = (region for region in self.placed if region.name == "P")
+        scratch = SmemRegion(
+            "scratch", "kOffsetScratch", p.offset, 4 * (3 * warps + 2), "prefix sums, extremes", alias_of="P"
+        )
+        return (*self.placed, scratch)
+
+
+def _plain(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
+    """Two warpgroups, one with the scores and the left half of O, the other with the right half; Q in shared memory."""
+    # Warpgroups trade registers in multiples of 8; three of them share an SM's file, which the launch splits evenly.
+    # With 40 and 232 NVRTC 13.5 spills in the producer, with these neither it nor 13.0 anywhere.
+    producer, consumer = 56, 224
     subtiles = _subtiles(spec)
-    line = SUBTILE_COLUMNS * ELEMENT_BYTES
-    regions: list[SmemRegion] = []
-
-    def place(name: str, constant: str, size: int, what: str) -> None:
-        offset = regions[-1].offset + regions[-1].size if regions else 0
-        regions.append(SmemRegion(name, constant, offset, size, what))
-
-    place("Q", "kOffsetQ", subtiles * rows * line, f"{rows} rows x {subtiles} subtiles")
-    place("K", "kOffsetK", stages * subtiles * tokens * line, f"{stages} stages of {tokens} tokens; V is in them")
-    place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, f"probabilities of a tile, {rows} x {tokens}")
-    place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled")
-    place("barriers", "kOffsetBarriers", 8 * (2 * stages + 4), "mbarriers, in the order of the plan")
-    # The schedule is worked out before the first P exists.
-    scratch = SmemRegion("schedule", "kOffsetSchedule", regions[2].offset, 4 * (384 // 32 + 2), "prefix sums", "P")
-    total = regions[-1].offset + regions[-1].size
-    return _Layout((*regions, scratch), total, total <= target.smem_per_block)
-
-
-def _too_large(spec: Spec, rows: int, tokens: int, stages: int, target: Target, total: int) -> Problem:
-    needs = f"{stages} stages need {total:,} B of shared memory, a block has {target.smem_per_block:,} B"
-    for fewer in range(stages - 1, 0, -1):
-        if _smem(spec, rows, tokens, fewer, target).fits:
-            return spec.problem("kernels.decode.stages", f"{needs}; lower stages to {fewer}")
-    return spec.problem(
-        "model.kv_lora_rank",
-        f"even one stage needs {total:,} B of shared memory, a block has {target.smem_per_block:,} B; lower "
-        f"model.kv_lora_rank + model.qk_rope_head_dim = {spec.d_qk}",
-    )
-
-
-def _mbarriers(tile: Tile) -> tuple[Mbarrier, ...]:
-    line = SUBTILE_COLUMNS * ELEMENT_BYTES
-    return (
-        Mbarrier("full", tile.stages, 1, tile.subtiles * tile.tokens * line, "a tile of K has landed"),
-        Mbarrier("empty", tile.stages, 8, 0, "the 8 consumer warps have read it"),
-        Mbarrier("q_full", 1, 1, tile.subtiles * tile.rows * line, "Q has landed"),
+    mbarriers = (
+        Mbarrier("full", stages, 1, subtiles * tokens * LINE, "a tile of K has landed"),
+        Mbarrier("empty", stages, 8, 0, "the 8 consumer warps have read it"),
+        Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
         Mbarrier("q_empty", 1, 4, 0, "the 4 warps that read Q have finished with it"),
         Mbarrier("filled", 1, 128, 0, "warpgroup 0 has written P and the row factors of a tile"),
         Mbarrier("drained", 1, 128, 0, "warpgroup 1 has read them"),
+    )
+    roles = (
+        WarpRole("warpgroup 0", 4, consumer, "S = Q K^T, softmax, left half of O += P V"),
+        WarpRole("warpgroup 1", 4, consumer, "right half of O += P V"),
+        WarpRole("producer", 1, producer, "TMA of Q and K"),
+        WarpRole("idle", 3, producer, "leave at once; registers are given back by whole warpgroups"),
+    )
+    regions = _Regions()
+    regions.place("Q", "kOffsetQ", subtiles * rows * LINE, f"{rows} rows x {subtiles} subtiles")
+    regions.place(
+        "K", "kOffsetK", subtiles * tokens * LINE, f"{stages} stages of {tokens} tokens; V is in them", stages
+    )
+    regions.place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, f"probabilities of a tile, {rows} x {tokens}")
+    regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled")
+    regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut")
+    return _Arrangement(
+        rope_stages=stages,
+        items=1,
+        exchanges=1,
+        shared=False,
+        strip=0,
+        readers=2,
+        regions=regions.finish(mbarriers, sum(role.warps for role in roles)),
+        mbarriers=mbarriers,
+        named_barriers=(NamedBarrier("kTailBarrier", 1, 2, 128, "a warpgroup has cleared its half of a last tile"),),
+        roles=roles,
+        registers=(
+            RegisterUse("warpgroup 0", f"O, {rows} x {spec.d_v // 2} float32", rows * spec.d_v // 2 // 128),
+            RegisterUse("warpgroup 0", f"S, {rows} x {tokens} float32", rows * tokens // 128),
+            RegisterUse("warpgroup 0", f"P, {rows} x {tokens} 16-bit", rows * tokens // 256),
+            RegisterUse("warpgroup 0", "row maxima, sums, borders, addresses", 36),
+        ),
+        register_limits=(
+            RegisterLimit("kProducerRegisters", producer),
+            RegisterLimit("kConsumerRegisters", consumer),
+        ),
+    )
+
+
+def _skewed(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
+    """Two unequal warpgroups: scores with Q in registers and a strip of O, the rest of O; a third that feeds them."""
+    whole = _skewed_with(spec, rows, tokens, stages, stages, shared=False)
+    # Three tiles are what it takes; where they leave no room for as many of the columns behind V, two must do.
+    if stages > 3 or whole.fits(TARGETS[spec.target].smem_per_block):
+        return whole
+    return _skewed_with(spec, rows, tokens, stages, 2, shared=True)
+
+
+def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: int, *, shared: bool) -> _Arrangement:
+    items, exchanges = 4, 2
+    # The assembler never puts an accumulator below R24, and 8 registers more must do for what a warpgroup loops over:
+    # what doesn't fit in the values' registers is the strip. Narrower O leaves registers for the loaders.
+    strip = max(0, spec.d_v - (240 - 24 - 8) * 128 // rows // 32 * 32)
+    loaders, scores, values = (24, 240, 240) if strip else (56, 216, 232)
+    readers = 2 if strip else 1
+    subtiles_v = spec.d_v // SUBTILE_COLUMNS
+    subtiles_rope = _subtiles(spec) - subtiles_v
+    ropes = (
+        Mbarrier("rope_full", rope_stages, 1, subtiles_rope * tokens * LINE, "a tile's columns behind V have landed"),
+        Mbarrier("rope_empty", rope_stages, 4, 0, "the 4 warps of the scores have read them"),
+        Mbarrier("q_rope_full", 1, 1, subtiles_rope * rows * LINE, "those of Q have landed"),
+        Mbarrier("q_rope_empty", 1, 4, 0, "the item's last scores are done"),
+    )
+    mbarriers = (
+        Mbarrier("full", stages, 1, subtiles_v * tokens * LINE, "a tile, of K or of Q, has landed"),
+        Mbarrier("empty", stages, 4 * readers, 0, f"the {4 * readers} warps that multiply with it have read it"),
+        *(ropes if subtiles_rope else ()),
+        Mbarrier("filled", exchanges, 128, 0, "the scores' warpgroup has handed over P and the row factors of a tile"),
+        Mbarrier("drained", exchanges, 128, 0, "the values' has read them"),
+        Mbarrier("item_full", items, 1, 0, "the walker has written an item"),
+        Mbarrier("item_empty", items, 2 * 128 + (64 if subtiles_rope else 32), 0, "the other roles are done with it"),
+    )
+    roles = (
+        WarpRole("scores", 4, scores, "S = Q K^T, softmax" + (", the last columns of O += P V" if strip else "")),
+        WarpRole("values", 4, values, "the other columns of O += P V" if strip else "O += P V"),
+        WarpRole("tile loader", 1, loaders, "TMA of Q and K, the columns of V"),
+        WarpRole("rope loader" if subtiles_rope else "idle", 1, loaders, "TMA of Q and K, the columns behind V"),
+        WarpRole("walker", 1, loaders, "finds the part's work"),
+        WarpRole("idle", 1, loaders, "leaves at once; registers are given back by whole warpgroups"),
+    )
+    regions = _Regions()
+    regions.place(
+        "tile",
+        "kOffsetTiles",
+        subtiles_v * tokens * LINE,
+        f"{stages} stages of {tokens} tokens, the columns of V; or of Q",
+        stages,
+    )
+    rope, p = subtiles_rope * tokens * LINE, rows * tokens * ELEMENT_BYTES
+    p_what = f"probabilities of a tile, {rows} x {tokens}"
+    if rope:
+        regions.place("Q rope", "kOffsetQRope", subtiles_rope * rows * LINE, "the columns of Q behind V")
+    if shared:
+        regions.place("rope", "kOffsetRope", rope, "the columns of a tile behind V")
+        regions.place("rope or P", "kOffsetShared", max(rope, p), "a second one of either: the kernel chooses")
+        regions.place("P", "kOffsetP", p, p_what)
+    else:
+        if rope:
+            regions.place("rope", "kOffsetRope", rope, f"{rope_stages} stages of the columns behind V", rope_stages)
+        regions.place("P", "kOffsetP", p, p_what, exchanges)
+    regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled", exchanges)
+    regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut, and what the mask hides")
+    regions.place("items", "kOffsetItems", 32, f"{items} items of work", items)
+    uses = [
+        RegisterUse("scores", "addresses and loops; accumulators begin at R24", 24),
+        RegisterUse("scores", f"Q, {rows} x {spec.d_v} 16-bit", rows * spec.d_v // 256),
+        RegisterUse("scores", f"S, {rows} x {tokens} float32; P in their place", rows * tokens // 128),
+        RegisterUse("scores", "row maxima and sums, borders", 8),
+        RegisterUse("values", "addresses and loops; accumulators begin at R24", 24),
+        RegisterUse("values", f"O, {rows} x {spec.d_v - strip} float32", rows * (spec.d_v - strip) // 128),
+        RegisterUse("values", "row factors, loops", 8),
+    ]
+    if strip:
+        uses.insert(3, RegisterUse("scores", f"O, {rows} x {strip} float32", rows * strip // 128))
+    return _Arrangement(
+        rope_stages=rope_stages,
+        items=items,
+        exchanges=exchanges,
+        shared=shared,
+        strip=strip,
+        readers=readers,
+        regions=regions.finish(mbarriers, sum(role.warps for role in roles)),
+        mbarriers=mbarriers,
+        named_barriers=(NamedBarrier("kScoresBarrier", 1, 1, 128, "the scores' warpgroup among itself"),),
+        roles=roles,
+        registers=tuple(uses),
+        register_limits=(
+            RegisterLimit("kLoaderRegisters", loaders),
+            RegisterLimit("kScoresRegisters", scores),
+            RegisterLimit("kValuesRegisters", values),
+        ),
+    )
+
+
+_ARRANGEMENTS: dict[str, _Arrange] = {"plain": _plain, "skewed": _skewed}
+
+
+def _placed(arrangement: _Arrangement) -> tuple[Mbarrier, ...]:
+    (offset,) = (region.offset for region in arrangement.regions if region.name == "barriers")
+    placed = []
+    for group in arrangement.mbarriers:
+        placed.append(replace(group, offset=offset))
+        offset += 8 * group.count
+    return tuple(placed)
+
+
+_MIN_STAGES = {"plain": 1, "skewed": 2}
+"""With one stage the skewed schedule would wait for a tile that waits for the strip of the one before."""
+
+
+def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target) -> int | None:
+    """How many stages a schedule gets: those that the spec asks for, or as many as fit; None if it can't have them."""
+    asked = spec.kernels.decode.stages
+    numbers = range(MAX_STAGES, 0, -1) if asked == "auto" else (asked,)
+    for stages in numbers:
+        enough = stages >= _MIN_STAGES[schedule]
+        if enough and _ARRANGEMENTS[schedule](spec, rows, tokens, stages).fits(target.smem_per_block):
+            return stages
+    return None
+
+
+def _schedule(spec: Spec, rows: int, tokens: int, target: Target) -> tuple[str, str]:
+    """Choose a schedule and say why. If none can serve the spec, choose the one whose error helps most."""
+    if _stages(spec, "skewed", rows, tokens, target) is not None:
+        return "skewed", "the fastest there is"
+    least = _MIN_STAGES["skewed"]
+    asked = spec.kernels.decode.stages
+    small = _skewed(spec, rows, tokens, least).fits(target.smem_per_block)
+    if small and asked != "auto" and asked >= least:
+        return "skewed", "the fastest there is"
+    return "plain", f"skewed needs {least} stages of shared memory"
+
+
+def _no_stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target) -> Problem:
+    limit, least = target.smem_per_block, _MIN_STAGES[schedule]
+    asked = spec.kernels.decode.stages
+    if asked != "auto" and asked < least:
+        return spec.problem(
+            "kernels.decode.stages", f"the {schedule} schedule needs {least} stages; got {asked}; use {least} or plain"
+        )
+    stages = least if asked == "auto" else asked
+    arrange = _ARRANGEMENTS[schedule]
+    total = arrange(spec, rows, tokens, stages).total
+    needs = f"{stages} stages need {total:,} B of shared memory, a block has {limit:,} B"
+    for fewer in range(stages - 1, least - 1, -1):
+        if arrange(spec, rows, tokens, fewer).fits(limit):
+            return spec.problem("kernels.decode.stages", f"{needs}; lower stages to {fewer}")
+    total = arrange(spec, rows, tokens, least).total
+    return spec.problem(
+        "model.kv_lora_rank",
+        f"even {least} stage{'s' * (least > 1)} need{'s' * (least == 1)} {total:,} B of shared memory, a block has "
+        f"{limit:,} B; lower model.kv_lora_rank + model.qk_rope_head_dim = {spec.d_qk}",
     )

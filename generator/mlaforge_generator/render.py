@@ -81,31 +81,31 @@ def _manifest(plan: Plan) -> dict[str, Any]:
             "entry": combine.entry,
             "threads": combine.threads,
             "rows_per_block": combine.rows_per_block,
+            "parts_per_block": combine.parts_per_block,
             "parameters": [asdict(parameter) for parameter in combine.parameters],
         },
     }
 
 
 def _regions(decode: DecodePlan) -> list[dict[str, Any]]:
-    """List the shared memory of a block, K stage by stage, without what borrows the bytes of another region."""
+    """List the shared memory of a block, buffer by buffer, without what borrows the bytes of another region."""
     regions = []
     for region in decode.smem.regions:
         if region.alias_of is not None:
             continue
-        count = decode.tile.stages if region.name == "K" else 1
-        size = region.size // count
-        for i in range(count):
-            name = f"{region.name} {i}" if region.name == "K" else region.name
+        size = region.size // region.count
+        for i in range(region.count):
+            name = f"{region.name} {i}" if region.count > 1 else region.name
             regions.append({"name": name, "offset": region.offset + i * size, "size": size})
     return regions
 
 
 def _mbarriers(decode: DecodePlan) -> list[dict[str, Any]]:
-    (offset,) = (region.offset for region in decode.smem.regions if region.name == "barriers")
-    names = [
-        f"{each.name} {i}" if each.count > 1 else each.name for each in decode.mbarriers for i in range(each.count)
+    return [
+        {"name": f"{each.name} {i}" if each.count > 1 else each.name, "offset": each.offset + 8 * i}
+        for each in decode.mbarriers
+        for i in range(each.count)
     ]
-    return [{"name": name, "offset": offset + 8 * i} for i, name in enumerate(names)]
 
 
 def render(plan: Plan) -> dict[str, str]:

@@ -119,7 +119,7 @@ class Cache(_Part):
 class Decode(_Part):
     """What the decode kernel may choose; auto leaves a choice to the planner."""
 
-    schedule: Literal["auto", "plain"] = Field(
+    schedule: Literal["auto", "plain", "skewed"] = Field(
         default="auto", description="Which arrangement of warps, loads and multiplications is used."
     )
     tile_rows: Annotated[Literal["auto", 64], _Listed] = Field(

@@ -97,13 +97,15 @@ def plan_tables(
         ((role.name, role.warps, role.registers, role.what) for role in decode.roles),
         caption=f"{used:,} of the SM's {target.registers_per_sm:,} registers",
     )
-    estimate = sum(use.registers for use in decode.registers)
-    yield table(
-        "Registers of a thread of warpgroup 0, estimated",
-        ("for", "registers>"),
-        [*((use.what, use.registers) for use in decode.registers), ("all", estimate)],
-        caption=f"{decode.launch.consumer_registers} are there",
-    )
+    available = {role.name: role.registers for role in decode.roles}
+    for name in dict.fromkeys(use.role for use in decode.registers):
+        uses = [use for use in decode.registers if use.role == name]
+        yield table(
+            f"Registers of a thread of {name}, estimated",
+            ("for", "registers>"),
+            [*((use.what, use.registers) for use in uses), ("all", sum(use.registers for use in uses))],
+            caption=f"{available[name]} are there",
+        )
     yield table(
         "Launch",
         ("kernel", "threads>", "grid"),

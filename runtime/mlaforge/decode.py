@@ -306,7 +306,11 @@ class DecodeRunner:
         if parts > 1:
             self._combine.launch(
                 q.device,
-                (m.decode.tile_rows // m.combine.rows_per_block, tiles, parts - 1),
+                (
+                    m.decode.tile_rows // m.combine.rows_per_block,
+                    tiles,
+                    -(-(parts - 1) // m.combine.parts_per_block),
+                ),
                 m.combine.threads,
                 (),
                 (
@@ -319,6 +323,7 @@ class DecodeRunner:
                     shape.s_q,
                     shape.heads_per_kv,
                     call.row_tiles,
+                    parts - 1,
                 ),
                 results,
                 overlap_previous=True,

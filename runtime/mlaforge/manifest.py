@@ -72,6 +72,7 @@ class CombineKernel:
     entry: str
     threads: int
     rows_per_block: int
+    parts_per_block: int
     parameters: tuple[Parameter, ...]
 
 
@@ -161,6 +162,7 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
             entry=str(combine["entry"]),
             threads=int(combine["threads"]),
             rows_per_block=int(combine["rows_per_block"]),
+            parts_per_block=int(combine["parts_per_block"]),
             parameters=_parameters(combine["parameters"]),
         ),
     )

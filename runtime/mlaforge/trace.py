@@ -1,8 +1,9 @@
 """The timeline of one block under the simulator: who issues, waits and computes, and the life of the buffers.
 
 The machine writes events (`SimulatorOptions.trace`). `read_events` reads them, `make_timeline` makes lanes of them, one
-for each warp and each region of shared memory, and `to_svg` and `to_perfetto` draw the lanes. Time is counted in the
-machine's steps, the turns of its threads and the events themselves: it orders what happens and measures nothing.
+for each warp and each region of shared memory (small ones that share a line of 128 bytes share a lane), and `to_svg`
+and `to_perfetto` draw the lanes. Time is counted in the machine's steps, the turns of its threads and the events
+themselves: it orders what happens and measures nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from mlaforge.api import load
-from mlaforge.manifest import DecodeKernel, Manifest
+from mlaforge.manifest import DecodeKernel, Manifest, SmemRegion
 from mlaforge.simulator import SimulationError, SimulatorOptions
 from mlaforge.verify import Problem, make_inputs
 
 _WARP = 32
+_LINE = 128
+"""Bytes of shared memory that the machine tells apart."""
 
 
 # ---- Events ----------------------------------------------------------------------------------------------------------
@@ -153,6 +156,8 @@ KINDS: Mapping[str, _Kind] = {
 
 _WAITS = {"wait": "waited", "barrier": "barrier passed", "wgmma wait": "wgmma waited"}
 _MARKS = {"arrive": "arrive", "expect": "expect", "barrier arrive": "arrive"}
+_NOT_BY_THE_WARP = ("landed", "wgmma landed", "phase")
+"""Events that come of what a warp has issued, when it may have left."""
 _FLIGHTS = ("wgmma", "copy")
 _STATES = ("tma", "stores", "full", "read", "free")
 _BUFFER_GROUP = "shared memory"
@@ -162,9 +167,14 @@ def _short(kind: str) -> str:
     return re.split("[,:]", KINDS[kind].legend)[0]
 
 
+def ring_tiles(kernel: DecodeKernel) -> int:
+    """Say how many tiles of K the ring in shared memory holds, whatever the schedule calls them."""
+    return sum(bool(re.fullmatch(r"(tile|K)( \d+)?", region.name)) for region in kernel.regions)
+
+
 def default_problem(manifest: Manifest) -> Problem:
-    """Give a small problem of two requests that uses every stage of K at least twice."""
-    stages = sum(region.name.startswith("K ") for region in manifest.decode.regions)
+    """Give a small problem of two requests that uses every tile of the ring at least twice."""
+    stages = ring_tiles(manifest.decode)
     tokens = manifest.decode.tile_tokens
     return Problem(lengths=(2 * stages * tokens - tokens // 4, tokens + 6), h_q=16)
 
@@ -218,12 +228,14 @@ def make_timeline(events: Sequence[Event], manifest: Manifest, title: str, fault
     warps = []
     for warp, role in enumerate(roles):
         mine = of_warp[warp]
-        left = [event.time for event in mine if event.what == "exit"]
+        left = any(event.what == "exit" for event in mine)
+        # The first lane tells of its exit; others may still have something to do.
+        last = max((event.until for event in mine if event.what not in _NOT_BY_THE_WARP), default=0)
         warps.append(
             Lane(
                 name=f"warp {warp}",
                 group=role,
-                end=left[0] if left else steps,
+                end=last if left else steps,
                 spans=tuple(_waits(mine, kernel, steps)),
                 marks=tuple(_marks(mine, kernel)),
                 flights=tuple([*_copies(mine, kernel, steps), *_matmuls(mine, steps)]),
@@ -339,14 +351,29 @@ class _Access:
 
 
 def _buffers(events: Sequence[Event], kernel: DecodeKernel, steps: int) -> Iterable[Lane]:
-    accesses: dict[str, list[_Access]] = defaultdict(list)
+    lanes = {region.name: name for name, regions in _told_apart(kernel).items() for region in regions}
+    accesses: dict[str, list[_Access]] = {name: [] for name in lanes.values()}
     for event, access in _accesses(events, steps):
-        for name in _regions_of(event, kernel):
+        touched = (lanes[region] for region in _regions_of(event, kernel) if region in lanes)
+        for name in dict.fromkeys(touched):
             accesses[name].append(access)
+    for name, mine in accesses.items():
+        yield Lane(name, _BUFFER_GROUP, steps, tuple(_life(name, mine, steps)))
+
+
+def _told_apart(kernel: DecodeKernel) -> dict[str, list[SmemRegion]]:
+    """Give the regions without those of mbarriers, by lane: events can't tell apart what lies in the same line."""
     barriers = kernel.mbarriers.keys()
+    groups: list[list[SmemRegion]] = []
     for region in kernel.regions:
-        if not any(region.offset <= barrier < region.offset + region.size for barrier in barriers):
-            yield Lane(region.name, _BUFFER_GROUP, steps, tuple(_life(region.name, accesses[region.name], steps)))
+        if any(region.offset <= barrier < region.offset + region.size for barrier in barriers):
+            continue
+        last = groups[-1][-1] if groups else None
+        if last is not None and (last.offset + last.size - 1) // _LINE == region.offset // _LINE:
+            groups[-1].append(region)
+        else:
+            groups.append([region])
+    return {" to ".join(dict.fromkeys((group[0].name, group[-1].name))): group for group in groups}
 
 
 def _accesses(events: Sequence[Event], steps: int) -> Iterable[tuple[Event, _Access]]:

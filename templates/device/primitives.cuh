@@ -77,6 +77,16 @@ MLAFORGE_DEVICE int warp_id() { return static_cast<int>(threadIdx.x) >> 5; }
 // A value that is the same for all lanes of a warp, in a form that tells the compiler so. Every lane takes part.
 MLAFORGE_DEVICE int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
+// The same value, in a form that keeps the compiler from working out ahead what follows from it: registers that a loop
+// needs are not spent on what stands behind it.
+MLAFORGE_DEVICE int late(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Whether any lane of the warp brings true. Every lane takes part.
+MLAFORGE_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
+
 MLAFORGE_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 MLAFORGE_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
@@ -93,6 +103,22 @@ MLAFORGE_DEVICE void give_back_registers() {
 // Named barrier `id` (1 to 15): waits until `threads` threads have arrived, this one included.
 MLAFORGE_DEVICE void named_barrier_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The same, and tells each of them whether any brought true.
+MLAFORGE_DEVICE bool named_barrier_any(int id, int threads, bool x) {
+  uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "barrier.red.or.pred q, %1, %2, p;\n"
+      "selp.u32 %0, 1, 0, q;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(x))
+      : "memory");
+  return any != 0;
 }
 
 // Arrives at the named barrier without waiting.
@@ -123,6 +149,16 @@ MLAFORGE_DEVICE int32_t load_shared_s32(smem_t a) {
 }
 MLAFORGE_DEVICE void store_shared_s32(smem_t a, int32_t v) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
+}
+// Four words; `a` is a multiple of 16.
+MLAFORGE_DEVICE void load_shared_v4(smem_t a, int32_t (&v)[4]) {
+  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(a)
+               : "memory");
+}
+MLAFORGE_DEVICE void store_shared_v4(smem_t a, const int32_t (&v)[4]) {
+  asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 // 16 bytes of zeros; `a` is a multiple of 16.
 MLAFORGE_DEVICE void store_shared_zero16(smem_t a) {
@@ -246,6 +282,21 @@ MLAFORGE_DEVICE void mbarrier_wait(smem_t bar, int parity) {
   } while (!done);
 }
 
+// Whether the phase of this parity has ended by now.
+MLAFORGE_DEVICE bool mbarrier_test(smem_t bar, int parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(bar), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // TMA
 
@@ -301,7 +352,8 @@ MLAFORGE_DEVICE void bulk_store(void* dst, smem_t src, int bytes) {
                : "memory");
 }
 
-// Copies the map's box from `src`, laid out as by tma_load_4d, to the tensor; what lies outside of it is left out.
+// Copies the map's box from `src`, laid out as by tma_load_4d, to the tensor; what lies behind its end is left out. No
+// coordinate may be negative.
 MLAFORGE_DEVICE void tma_store_4d(const TensorMap& map, smem_t src, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
@@ -421,6 +473,14 @@ struct MakeIndices<0, I...> {
 };
 template <int Count>
 using IndicesUpTo = typename MakeIndices<Count>::type;
+template <int First, class>
+struct ShiftIndices;
+template <int First, int... I>
+struct ShiftIndices<First, Indices<I...>> {
+  using type = Indices<First + I...>;
+};
+template <int First, int Count>
+using IndicesFrom = typename ShiftIndices<First, IndicesUpTo<Count>>::type;
 
 using cute::SM90::GMMA::Major;
 using cute::SM90::GMMA::ScaleOut;
@@ -445,7 +505,9 @@ struct Atoms;
     using SS = gmma::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>;            \
     using RS = gmma::MMA_64x##N##x32_F32E4M3E4M3_RS_TN<>;            \
   };
+MLAFORGE_ATOMS(32)
 MLAFORGE_ATOMS(64)
+MLAFORGE_ATOMS(96)
 MLAFORGE_ATOMS(128)
 MLAFORGE_ATOMS(192)
 MLAFORGE_ATOMS(256)
@@ -476,11 +538,13 @@ MLAFORGE_DEVICE void wgmma_rs_k(float (&d)[N / 2], const uint32_t* a, uint64_t b
   detail::fma_rs<Atom>(d, a, b, accumulate, detail::IndicesUpTo<N / 2>{});
 }
 
-// D += A B: A from shared memory (K-major), B from shared memory (MN-major, N columns).
-template <class Element, int N>
-MLAFORGE_DEVICE void wgmma_ss_mn(float (&d)[N / 2], uint64_t a, uint64_t b) {
+// D += A B: A from shared memory (K-major), B from shared memory (MN-major, N columns). D may be wider than B: the
+// product then goes to its columns from `First` on.
+template <class Element, int N, int First = 0, int Count>
+MLAFORGE_DEVICE void wgmma_ss_mn(float (&d)[Count], uint64_t a, uint64_t b) {
+  static_assert(First % 8 == 0 && First / 2 + N / 2 <= Count, "D holds the columns");
   using Atom = typename detail::Atoms<Element, N, detail::Major::MN>::SS;
-  detail::fma_ss<Atom>(d, a, b, true, detail::IndicesUpTo<N / 2>{});
+  detail::fma_ss<Atom>(d, a, b, true, detail::IndicesFrom<First / 2, N / 2>{});
 }
 
 // D += A B: A[64, 16] from four registers, B from shared memory (MN-major, N columns).

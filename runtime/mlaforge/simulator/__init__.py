@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +62,7 @@ class _Settings(ctypes.Structure):
         ("mode", ctypes.c_int32),
         ("overlap", ctypes.c_int32),
         ("kernel", ctypes.c_int32),
+        ("writers", ctypes.c_void_p),
         ("trace", ctypes.c_int32),
         ("trace_file", ctypes.c_char_p),
         ("trace_block", ctypes.c_uint32 * 3),
@@ -72,7 +73,9 @@ class _Region(ctypes.Structure):
     _fields_ = (
         ("address", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
+        ("unwritten", ctypes.c_void_p),
         ("writable", ctypes.c_int32),
+        ("defined", ctypes.c_int32),
         ("name", ctypes.c_char * 28),
     )
 
@@ -87,6 +90,46 @@ class _TensorMap(ctypes.Structure):
         ("swizzle_bytes", ctypes.c_uint32),
         ("padding", ctypes.c_ubyte * 40),
     )
+
+
+# Where the machine keeps who wrote global memory: all kernels of the process, for one may read what another wrote.
+_writers = ctypes.c_void_p()
+
+
+@dataclass(frozen=True)
+class DefinedTensor(LaunchTensor):
+    """A tensor that a kernel may read and write, such as a counter: the host gave it values.
+
+    Any other writable tensor is uninitialised until a kernel of the call has written to it.
+    """
+
+
+def unowned_slots(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Say which 16 bytes of a paged cache's storage are of a slot that no request has: they hold nothing.
+
+    Copying them is no fault, letting them reach a result is. None if the tensors are not those of such a cache.
+    """
+    if not {"kv_cache", "block_table", "cache_seqlens"} <= tensors.keys():
+        return None
+    cache, table = tensors["kv_cache"], tensors["block_table"]
+    pages, page_size = cache.shape[:2]
+    begin = cache.data_ptr() - cache.untyped_storage().data_ptr()
+    row = cache.element_size() * cache.shape[-1]
+    strides = [cache.element_size() * s if n > 1 else 0 for n, s in zip(cache.shape[:-1], cache.stride(), strict=False)]
+    if any(size % 16 for size in (begin, row, *strides)):
+        return None
+    # Of a page, the tokens before `owned` belong to a request.
+    first_tokens = torch.arange(table.shape[1]) * page_size
+    tokens = (tensors["cache_seqlens"].long()[:, None] - first_tokens).clamp(0, page_size)
+    used = (tokens > 0) & (table >= 0) & (table < pages)
+    owned = torch.zeros(pages, dtype=torch.long).scatter_reduce_(0, table[used].long(), tokens[used], "amax")
+    unowned = torch.arange(page_size) >= owned[:, None]
+    result = torch.zeros(-(-cache.untyped_storage().nbytes() // 16), dtype=torch.uint8)
+    shape = (*cache.shape[:-1], row // 16)
+    slots = result.as_strided(shape, [*(stride // 16 for stride in strides), 1], begin // 16)
+    slots[unowned] = 1
+    slots[~unowned] = 0  # Should pages overlap, one owner is enough.
+    return result
 
 
 def find_compiler() -> str:
@@ -234,15 +277,20 @@ class SimulatedKernel:
             mode=MODES.index(options.mode),
             overlap=int(overlap_previous),
             kernel=self._simulator.launches,
+            writers=ctypes.addressof(_writers),
             trace=int(trace is not None),
             trace_file=os.fspath(trace).encode() if trace is not None else None,
             trace_block=options.trace_block,
         )
         regions = (_Region * len(tensors))()
+        unowned = unowned_slots({each.name: each.tensor for each in tensors})
         for region, each in zip(regions, tensors, strict=True):
             storage = each.tensor.untyped_storage()
             region.address, region.bytes = storage.data_ptr(), storage.nbytes()
             region.writable, region.name = int(each.writable), each.name.encode()
+            region.defined = int(isinstance(each, DefinedTensor))
+            if unowned is not None and each.name == "kv_cache":
+                region.unwritten = unowned.data_ptr()
         keep, pointers = self._block.pack(maps, values)
         fault = ctypes.create_string_buffer(8192)
         failed = self._launch(
@@ -257,6 +305,6 @@ class SimulatedKernel:
             fault,
             len(fault),
         )
-        del keep
+        del keep, unowned
         if failed:
             raise SimulationError(f"{fault.value.decode(errors='replace')} [seed {options.seed}, {options.mode}]")

@@ -37,7 +37,9 @@ using Where = std::source_location;
 struct Region {
   std::uint64_t address;
   std::uint64_t bytes;
+  const std::uint8_t* unwritten;  // for each 16 bytes of an input, whether they hold nothing; null: all is defined
   std::int32_t writable;
+  std::int32_t defined;  // a writable one holds values before the first kernel of a call writes it
   char name[28];
 };
 
@@ -46,6 +48,7 @@ struct Settings {
   std::int32_t mode;      // when asynchronous operations land: 0 eager, 1 lazy, 2 random
   std::int32_t overlap;   // the kernel may start before the one before it is complete
   std::int32_t kernel;    // number of the launch, counted by the host
+  void** writers;         // who wrote global memory: kept by the host from launch to launch
   std::int32_t trace;     // write the events of one block to `trace_file`
   const char* trace_file;
   std::uint32_t trace_block[3];
@@ -133,6 +136,39 @@ struct Shadow {
   std::vector<Access> reads;
 };
 
+// ---- Undefined values --------------------------------------------------------------------------------------------
+
+// Memory that nobody has written may be copied and multiplied with, as long as nothing of it reaches a result: a tile's
+// rows behind the last token are, until a mask or zeros take their place. So what is undefined travels as NaN whose
+// payload, the mark, says where it came from. A mark is one 16-bit element, NaN as bf16 and as fp16, and fills both halves
+// of a float32. No arithmetic makes one from other numbers. A NaN of the user's or a piece of an integer may look like one,
+// though: so a word of memory can hold marks only if a flag says so, and half a register only marks that were brought
+// there. Accumulators in flight hold marks, too, signalling ones: those stay what they are until a thread computes with them.
+using Mark = std::uint16_t;
+constexpr Mark kNoMark = 0;
+constexpr Mark kUnwritten = 0x7fc1;  // what shared memory holds at first
+constexpr Mark kFirstMark = 0x7fc2;
+constexpr Mark kLastMark = 0x7ffe;
+
+constexpr std::uint32_t kQuiet = 0x00400000;  // the bit that tells quiet NaN from signalling ones
+
+inline float as_float(Mark mark) {
+  const std::uint32_t bits = mark * 0x10001u;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// What made a mark.
+struct Origin {
+  std::int32_t actor;
+  Where where;
+  Mark from;  // of what was read
+  bool copy;  // it is in shared memory as it was in global memory: nobody has read it as a number
+  std::string text;
+  bool in_elements = false;  // some register holds it as a 16-bit element
+};
+
 // ---- Threads -----------------------------------------------------------------------------------------------------
 
 // A bulk store: reads shared memory, then writes global memory, each once and some time after the other.
@@ -186,6 +222,7 @@ struct Gathering {
 struct NamedBarrier {
   int arrived = 0;
   int expected = 0;
+  bool any = false, any_released = false;  // of the predicates that a reducing barrier gathers
   std::uint64_t generation = 0;
   View gathering, released;
 };
@@ -202,9 +239,11 @@ struct Mbarrier {
   View gathering, completed;
 };
 
-// One warp's share of a WGMMA, from issue to landing; `land` is empty once it has landed.
+// One warp's share of a WGMMA, from issue to wait; `land` is empty once it has landed. The threads' registers are theirs
+// again only then.
 struct Matmul {
   std::function<void()> land;
+  std::function<void()> finish;
 };
 
 struct MatmulGroup {
@@ -212,9 +251,10 @@ struct MatmulGroup {
   std::uint32_t last_clock = 0;
 };
 
-// Accumulators that operations in flight will write: the true values are here, the threads' own hold NaN meanwhile.
+// Accumulators that operations in flight write: the true values are here, the threads' own hold a mark meanwhile.
 struct Accumulators {
   int in_flight = 0;
+  std::uint32_t meanwhile;
   float* registers[kWarp];
   std::vector<float> values;  // lane-major
 };
@@ -231,6 +271,18 @@ struct TensorQueue {
   bool fenced = false;
 };
 
+// A WGMMA as the first warp of its warpgroup issued it, for the others to be compared with.
+struct Together {
+  Where where;
+  std::uint64_t a, b;
+  int n;
+  bool accumulate;
+};
+struct Warpgroup {
+  std::deque<Together> issued;  // by some of the warps
+  std::uint32_t before = 0;     // how many all of them have issued
+};
+
 struct Copy {
   std::function<void()> land;
   Fiber* fiber;
@@ -241,17 +293,20 @@ struct Block {
   Dim3 index{0, 0, 0};
   int rank = 0;
   std::vector<unsigned char> smem;
-  std::vector<Shadow> shadow;
+  std::vector<Shadow> shadow;        // of each word of it
+  std::vector<std::uint8_t> marked;  // whether the word may hold marks
   std::vector<NamedBarrier> named;
   std::map<std::uint32_t, Mbarrier> mbarriers;
   std::vector<Gathering> gatherings;
   std::vector<TensorQueue> queues;
+  std::vector<Warpgroup> warpgroups;
 };
 
-// How global memory is accessed: by an asynchronous operation, by an atomic one.
+// How global memory is accessed: by an asynchronous operation, by an atomic one, by one that may copy what is undefined.
 struct Manner {
   const Access* async = nullptr;
   bool atomic = false;
+  bool copies = false;
 };
 
 // Something that happened in the traced block. Accesses to shared memory are told in lines of 128 bytes, the unit of the
@@ -285,7 +340,8 @@ class Machine {
         warps_((threads + kWarp - 1) / kWarp),
         actors_(size_ * (threads + warps_ + kMaxBarriers)),
         smem_bytes_(smem_bytes),
-        regions_(std::move(regions)) {}
+        regions_(std::move(regions)),
+        writers_(kept_writers(settings)) {}
 
   ~Machine() {
     if (stacks_) munmap(stacks_, stack_bytes());
@@ -296,7 +352,7 @@ class Machine {
   // Runs every block of the grid; the text of the first fault, empty if there was none.
   std::string run(const std::function<void()>& kernel) {
     kernel_ = &kernel;
-    if (!settings_.overlap) writers().clear();
+    if (!settings_.overlap) writers_.clear();
     const Dim3 clusters{grid_.x / cluster_.x, grid_.y / cluster_.y, grid_.z / cluster_.z};
     std::vector<std::uint64_t> order(static_cast<std::size_t>(clusters.x) * clusters.y * clusters.z);
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -421,6 +477,7 @@ class Machine {
   void touch(Block& block, std::uint32_t address, std::uint32_t bytes, bool write, Access access, const View& view) {
     if (tracing() && &block == &home()) trace_access(address - kSharedBase, bytes, write, access);
     const std::uint32_t first = (address - kSharedBase) / 4, last = (address - kSharedBase + bytes - 1) / 4;
+    if (write) std::memset(block.marked.data() + first, 0, last - first + 1);
     for (std::uint32_t i = first; i <= last; ++i) {
       Shadow& s = block.shadow[i];
       if (s.write.actor >= 0 && s.write.actor != access.actor) require_order(s.write, "write", access, write, view, i);
@@ -449,16 +506,112 @@ class Machine {
     return p;
   }
 
+  // -- undefined values
+
+  // Whether some of these bytes of shared memory may be marks.
+  bool may_be_marked(const Block& block, std::uint32_t address, std::uint32_t bytes) const {
+    const std::uint32_t first = (address - kSharedBase) / 4, last = (address - kSharedBase + bytes - 1) / 4;
+    if (last == first + 3) {  // of 16 bytes, by far the most frequent
+      std::uint32_t flags;
+      std::memcpy(&flags, block.marked.data() + first, 4);
+      return flags != 0;
+    }
+    return std::any_of(block.marked.begin() + first, block.marked.begin() + last + 1, [](std::uint8_t flag) { return flag; });
+  }
+
+  // Flags a word of shared memory into which the running thread's warp wrote marks.
+  void flag_marked(std::uint32_t address) { home().marked[(address - kSharedBase) / 4] = 1; }
+
+  // The mark that a register holds, as a float32 or as an element; kNoMark if what it holds is defined.
+  Mark mark_of(float x) const {
+    if (x == x) return kNoMark;
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    bits |= kQuiet;
+    const auto element = static_cast<std::uint16_t>(bits);
+    return (bits >> 16 & 0x7fff) == element && has_origin(element) ? element : kNoMark;
+  }
+  Mark mark_of(std::uint16_t element) const {
+    return has_origin(element) && origin(element).in_elements ? element : kNoMark;
+  }
+
+  // The element that a mark becomes in a register.
+  std::uint16_t as_element(Mark mark) {
+    origins_[mark - kFirstMark].in_elements = true;
+    return mark;
+  }
+
+  // The mark of an element in a flagged word of shared memory, read by an access that takes it to registers.
+  Mark take_mark(std::uint16_t element, std::uint32_t address, const Access& access) {
+    if (!is_mark(element)) return kNoMark;
+    if (!is_raw(element)) return element;
+    return make_mark({access.actor, access.where, element, false, ""}, [&] {
+      const bool unwritten = element == kUnwritten;
+      return (unwritten ? "" : origin(element).text + "; ") + who() + " reads byte " + std::to_string(address - kSharedBase) +
+             " of shared memory" + (unwritten ? ", which is uninitialised so far, at " : " at ") + place(access.where);
+    });
+  }
+
+  // The mark of the accumulators of a wgmma of the running warp.
+  Mark mark_in_flight(const Where& where) {
+    return make_mark({-1, where, kNoMark, false, ""},
+                     [&] { return "an accumulator that the wgmma at " + place(where) + " is writing"; });
+  }
+
+  // Puts marks in place of what a copy brought from global memory that nobody has written.
+  void copy_mark(Block& to, std::uint32_t address, std::uint32_t bytes, const Access& access, const void* from) {
+    const Mark mark = make_mark({access.actor, access.where, kNoMark, true, ""}, [&] {
+      return who() + " copies uninitialised bytes of " + region_of(from).name + " at " + place(access.where);
+    });
+    for (std::uint32_t i = address & ~1u; i < address + bytes; i += 2) {
+      std::memcpy(shared(to, i, 2, access.where), &mark, 2);
+      to.marked[(i - kSharedBase) / 4] = 1;
+    }
+  }
+
+  // Refuses to read, as a number, what nobody has written; what was computed of such may be read as a float32.
+  void require_defined_load(std::uint32_t address, const unsigned char* p, bool is_float, const Where& where) {
+    for (int half = 0; half < 2; ++half) {
+      std::uint16_t element;
+      std::memcpy(&element, p + 2 * half, 2);
+      if (!is_mark(element)) continue;
+      if (is_raw(element) || !is_float) fail(where, "this load reads %s", describe(element, address).c_str());
+    }
+  }
+
+  // Refuses to store to global memory what comes from memory that nobody has written: from registers, and from shared
+  // memory.
+  void require_defined(Mark mark, const void* to, const Where& where) {
+    if (mark != kNoMark) fail(where, "this store to %s writes %s", region_of(to).name, describe(mark, kSharedBase).c_str());
+  }
+  void require_defined_copy(std::uint32_t address, std::uint32_t bytes, const void* to, const Where& where) {
+    if (!may_be_marked(home(), address, bytes)) return;
+    for (std::uint32_t i = address & ~1u; i < address + bytes; i += 2) {
+      std::uint16_t element;
+      std::memcpy(&element, shared(i, 2, where), 2);
+      if (is_mark(element)) fail(where, "this store to %s writes %s", region_of(to).name, describe(element, i).c_str());
+    }
+  }
+
   // -- global memory
-  void global(const void* pointer, std::uint64_t bytes, bool write, const Where& where, Manner manner = {}) {
+
+  // Whether nobody has written some of what is read; only an access that copies may read it.
+  bool global(const void* pointer, std::uint64_t bytes, bool write, const Where& where, Manner manner = {}) {
     const auto address = reinterpret_cast<std::uint64_t>(pointer);
     if (address % bytes && bytes <= 16) fail(where, "misaligned global access: %lu bytes at %#lx", bytes, address);
     for (std::size_t r = 0; r < regions_.size(); ++r) {
       const Region& region = regions_[r];
       if (address < region.address || address + bytes > region.address + region.bytes) continue;
       if (write && !region.writable) fail(where, "write to %s, which is an input", region.name);
-      track_global(address, bytes, write, region, where, manner);
-      return;
+      bool undefined = track_global(address, bytes, write, region, where, manner);
+      const std::uint64_t offset = address - region.address;
+      if (region.unwritten) {
+        for (std::uint64_t i = offset / 16; i <= (offset + bytes - 1) / 16; ++i) undefined = undefined || region.unwritten[i];
+      }
+      if (undefined && !manner.copies) {
+        fail(where, "this load reads byte %lu of %s, which is uninitialised so far", offset, region.name);
+      }
+      return undefined;
     }
     fail(where, "global %s out of bounds: %lu bytes at %#lx, outside of every tensor", write ? "write" : "read", bytes,
          address);
@@ -517,7 +670,7 @@ class Machine {
   }
 
   // Arrives; the generation that will release this arrival.
-  std::uint64_t arrive_named(int id, int count, const Where& where) {
+  std::uint64_t arrive_named(int id, int count, const Where& where, bool any = false) {
     NamedBarrier& bar = named(id, where);
     if (count % kWarp || count <= 0 || count > threads_) {
       fail(where, "named barrier %d: %d threads is no multiple of a warp in the block", id, count);
@@ -525,28 +678,32 @@ class Machine {
     if (bar.arrived == 0) {
       bar.expected = count;
       bar.gathering = fresh_view();
+      bar.any = false;
     } else if (bar.expected != count) {
       fail(where, "named barrier %d: %d threads expected here, %d by others", id, count, bar.expected);
     }
     bar.gathering.join_with(view());
+    bar.any = bar.any || any;
     tick();
     const std::uint64_t generation = bar.generation;
     if (++bar.arrived == count) {
       bar.arrived = 0;
+      bar.any_released = bar.any;
       bar.released = bar.gathering;
       ++bar.generation;
     }
     return generation;
   }
 
-  void sync_named(int id, int count, const Where& where) {
-    const std::uint64_t generation = arrive_named(id, count, where);
+  bool sync_named(int id, int count, const Where& where, bool any = false) {
+    const std::uint64_t generation = arrive_named(id, count, where, any);
     NamedBarrier& bar = home().named[id];
     if (lane() == 0) event("barrier", where, {{"id", id}, {"threads", count}});
     block_until([&bar, generation] { return bar.generation != generation; },
                 "named barrier " + std::to_string(id) + " for " + std::to_string(count) + " threads", where);
     if (lane() == 0) event("barrier passed", where, {{"id", id}});
     view().join_with(bar.released);
+    return bar.any_released;
   }
 
   // The barrier of all threads of the cluster that have not exited, in two halves.
@@ -631,6 +788,14 @@ class Machine {
     view().join_with(bar.completed);
   }
 
+  bool test_mbarrier(std::uint32_t address, int parity, const Where& where) {
+    Mbarrier& bar = mbarrier(address, where);
+    maybe_yield();
+    const bool ended = static_cast<int>(bar.phase & 1) != (parity & 1);
+    if (ended) view().join_with(bar.completed);
+    return ended;
+  }
+
   // -- asynchronous copies into shared memory of a block of the cluster, counted on a barrier there
   void copy_async(Block& target, std::uint32_t bar_address, std::int64_t bytes, const Where& where,
                   const std::function<void(Access, const View&)>& write) {
@@ -713,7 +878,7 @@ class Machine {
 
   // Issues one operation of the warp; `first` is the warp's first thread. Its accesses are those of an actor of its own,
   // which knows what the 32 lanes knew.
-  void issue_matmul(const Where& where, std::function<void(Access, const View&)> compute) {
+  void issue_matmul(const Where& where, std::function<void(Access, const View&)> compute, std::function<void()> finish) {
     TensorQueue& q = queue();
     if (!q.fenced) fail(where, "wgmma without a wgmma fence since the registers were last in use");
     bool changed = q.view == nullptr;
@@ -726,15 +891,41 @@ class Machine {
         q.joined[i] = lane.version;
       }
       q.view = std::move(joined);
+      // What the lanes do from here on is no longer ordered before this operation, nor before those that follow with the
+      // same view: the versions stay. A write to an operand of a later one needs a fence, which gives a new version.
+      for (int i = 0; i < kWarp; ++i) ++lane_of_warp(i).view.seen[actor() - lane() + i];
     }
     const Access access{tensor_actor(), ++q.clock, Proxy::async, where};
     event("wgmma", where, {{"operation", q.clock}});
     q.open.push_back({[this, access, view = q.view, compute = std::move(compute)] {
-      landing_ = event("wgmma landed", access.where, {{"operation", access.clock}});
-      compute(access, *view);
-      landing_ = nullptr;
-    }});
+                        landing_ = event("wgmma landed", access.where, {{"operation", access.clock}});
+                        compute(access, *view);
+                        landing_ = nullptr;
+                      },
+                      std::move(finish)});
     if (settings_.mode == 0) land(q.open.back());
+  }
+
+  // The four warps of a warpgroup issue a wgmma together: each its share of the same one, in the same order. Called before
+  // issue_matmul.
+  void match_matmul(const Where& where, std::uint64_t a, std::uint64_t b, int n, bool accumulate) {
+    const int first = warp() / 4 * 4;
+    Warpgroup& group = home().warpgroups[warp() / 4];
+    const std::size_t at = queue().clock - group.before;
+    if (at == group.issued.size()) {
+      group.issued.push_back({where, a, b, n, accumulate});
+    } else {
+      const Together& other = group.issued[at];
+      if (place(other.where) != place(where) || other.a != a || other.b != b || other.n != n || other.accumulate != accumulate) {
+        fail(where, "the warps of a warpgroup issue different wgmma: this one, and another the one at %s", place(other.where).c_str());
+      }
+    }
+    bool all = at == 0;
+    for (int w = first; w < first + 4; ++w) all = all && (w == warp() || home().queues[w].clock > group.before);
+    if (all) {
+      group.issued.pop_front();
+      ++group.before;
+    }
   }
 
   void commit_matmuls(const Where& where) {
@@ -750,6 +941,7 @@ class Machine {
     if (!q.open.empty()) fail(where, "wgmma wait with %zu operations that no commit has closed", q.open.size());
     while (q.committed.size() > static_cast<std::size_t>(pending)) {
       for (Matmul& m : q.committed.front().operations) land(m);
+      for (Matmul& m : q.committed.front().operations) m.finish();
       q.done = q.committed.front().last_clock;
       q.committed.pop_front();
     }
@@ -824,18 +1016,23 @@ class Machine {
   void run_cluster(Dim3 first) {
     first_step_ = steps_;
     open_accesses_.clear();
+    const float unwritten = as_float(kUnwritten);
     blocks_.assign(size_, Block{});
     for (int rank = 0; rank < size_; ++rank) {
       Block& block = blocks_[rank];
       const auto r = static_cast<unsigned>(rank);
       block.rank = rank;
       block.index = {first.x + r % cluster_.x, first.y + r / cluster_.x % cluster_.y, first.z + r / cluster_.x / cluster_.y};
-      block.smem.assign(smem_bytes_, 0xff);  // NaN in every 16- and 32-bit format
+      block.smem.resize(smem_bytes_);
+      for (std::uint32_t i = 0; i + 4 <= smem_bytes_; i += 4) std::memcpy(&block.smem[i], &unwritten, 4);
       block.shadow.assign(smem_bytes_ / 4 + 1, Shadow{});
+      block.marked.assign(smem_bytes_ / 4 + 1, 1);
       block.named.assign(16, NamedBarrier{});
       block.gatherings.assign(warps_, Gathering{});
       block.queues.assign(warps_, TensorQueue{});
+      block.warpgroups.assign((warps_ + 3) / 4, Warpgroup{});
     }
+    origins_.clear();
     copies_.clear();
     stores_.clear();
     storers_.clear();
@@ -1114,9 +1311,59 @@ class Machine {
     report(first->waiting_at, text.c_str());
   }
 
+  const Origin& origin(Mark mark) const { return origins_[mark - kFirstMark]; }
+  bool has_origin(std::uint16_t element) const {
+    return element >= kFirstMark && element < kFirstMark + static_cast<int>(origins_.size());
+  }
+  // Of an element in a flagged word.
+  bool is_mark(std::uint16_t element) const { return element == kUnwritten || has_origin(element); }
+
+  // Nobody has read it as a number so far.
+  bool is_raw(Mark mark) const { return mark == kUnwritten || origin(mark).copy; }
+
+  // The mark of an origin; `describe` gives its text, if it is new.
+  template <class F>
+  Mark make_mark(Origin made, F describe) {
+    constexpr std::size_t kMarks = kLastMark - kFirstMark + 1;
+    std::size_t i = 0;
+    for (; i < origins_.size(); ++i) {
+      const Origin& o = origins_[i];
+      const bool same_place = o.where.line() == made.where.line() && o.where.file_name() == made.where.file_name();
+      if (same_place && o.actor == made.actor && o.from == made.from) break;
+    }
+    if (i == origins_.size() && i < kMarks) {
+      made.text = describe();
+      origins_.push_back(std::move(made));
+    }
+    // Only a kernel that reads what is undefined everywhere has more origins than there are marks: the last serves for all.
+    return static_cast<Mark>(kFirstMark + std::min(i, kMarks - 1));
+  }
+
+  std::string who() const {
+    const Dim3 at = block();
+    return "warp " + std::to_string(warp()) + " of block (" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " +
+           std::to_string(at.z) + ")";
+  }
+
+  // What is wrong with a mark, where it lies in shared memory at `address`.
+  std::string describe(Mark mark, std::uint32_t address) const {
+    const std::string byte = "byte " + std::to_string(address - kSharedBase) + " of shared memory";
+    if (mark == kUnwritten) return byte + ", which is uninitialised so far";
+    const std::string& text = origin(mark).text;
+    return is_raw(mark) ? byte + ", which is uninitialised (" + text + ")" : "what is undefined (" + text + ")";
+  }
+
+  const Region& region_of(const void* pointer) const {
+    const auto address = reinterpret_cast<std::uint64_t>(pointer);
+    return *std::find_if(regions_.begin(), regions_.end(), [address](const Region& region) {
+      return address >= region.address && address < region.address + region.bytes;
+    });
+  }
+
   // Words of global memory and who wrote them last: another block of the same kernel must not touch them without an order
   // that atomics or its cluster's barriers make, nobody before an asynchronous write was waited for, nor a kernel that runs
-  // ahead of its predecessor's end. Kept across launches by the host process.
+  // ahead of its predecessor's end; and what has no writer is undefined. Kept across the launches of a call by the host
+  // process, for the libraries of two kernels share no variables.
   struct Writer {
     std::int32_t kernel;
     std::uint64_t cluster;
@@ -1124,9 +1371,10 @@ class Machine {
     Access access;
     bool atomic;
   };
-  static std::unordered_map<std::uint64_t, Writer>& writers() {
-    static std::unordered_map<std::uint64_t, Writer> words;
-    return words;
+  using Writers = std::unordered_map<std::uint64_t, Writer>;
+  static Writers& kept_writers(const Settings& settings) {
+    if (!*settings.writers) *settings.writers = new Writers;
+    return *static_cast<Writers*>(*settings.writers);
   }
 
   bool knows_of(const Writer& w) const {
@@ -1137,13 +1385,15 @@ class Machine {
     return found != mine.others->end() && has_seen(found->second, w.access.actor, w.access.clock);
   }
 
-  void track_global(std::uint64_t address, std::uint64_t bytes, bool write, const Region& region, const Where& where,
+  // Whether a word that is read has no writer.
+  bool track_global(std::uint64_t address, std::uint64_t bytes, bool write, const Region& region, const Where& where,
                     const Manner& manner) {
-    if (!region.writable) return;
+    if (!region.writable) return false;
+    bool unwritten = false;
     const Access access = manner.async ? *manner.async : Access{actor(), view().seen[actor()], Proxy::generic, where};
     for (std::uint64_t word = address / 4; word <= (address + bytes - 1) / 4; ++word) {
-      auto found = writers().find(word);
-      if (found != writers().end()) {
+      auto found = writers_.find(word);
+      if (found != writers_.end()) {
         const Writer& w = found->second;
         const bool elsewhere = w.cluster != number_ || w.rank != current_->block;
         const bool settled = (w.atomic && manner.atomic) || (manner.async && w.access.actor == access.actor);
@@ -1156,9 +1406,12 @@ class Machine {
           fail(where, "%s was written by the kernel before, at %s, and this thread has not waited for its end", region.name,
                place(w.access.where).c_str());
         }
+      } else if ((!write || manner.atomic) && !region.defined) {
+        unwritten = true;
       }
-      if (write) writers()[word] = {settings_.kernel, number_, current_->block, access, manner.atomic};
+      if (write) writers_[word] = {settings_.kernel, number_, current_->block, access, manner.atomic};
     }
+    return unwritten;
   }
 
   void write_trace() const {
@@ -1189,6 +1442,7 @@ class Machine {
   int actors_;
   std::uint32_t smem_bytes_;
   std::vector<Region> regions_;
+  Writers& writers_;
   const std::function<void()>* kernel_ = nullptr;
 
   std::uint64_t number_ = 0;  // of the cluster
@@ -1200,6 +1454,7 @@ class Machine {
   jmp_buf scheduler_;
   std::uint64_t steps_ = 0;
   std::string fault_;
+  std::vector<Origin> origins_;  // of the marks from kFirstMark on
 
   std::vector<Copy> copies_;
   struct StoreInFlight {

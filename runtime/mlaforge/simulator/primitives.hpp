@@ -47,6 +47,19 @@ T shuffle(const char* what, T value, int source, const Where& where) {
   return mine.result;
 }
 
+// Whether any lane brings true.
+inline bool any(const char* what, bool value, const Where& where) {
+  struct Lane {
+    bool value;
+  } mine{value};
+  machine->gather(what, where, &mine, [](void* const* slots) {
+    bool result = false;
+    for (int i = 0; i < kWarp; ++i) result = result || static_cast<Lane*>(slots[i])->value;
+    for (int i = 0; i < kWarp; ++i) static_cast<Lane*>(slots[i])->value = result;
+  });
+  return mine.value;
+}
+
 // A meeting of the warp's lanes for an instruction that they execute together; `once` runs when all are there.
 template <class F>
 void together(const char* what, const Where& where, F once) {
@@ -99,15 +112,20 @@ struct E4m3 {};
 
 namespace sim {
 
+// The element that NaN becomes: always the same, unless it stands for what is undefined.
+inline std::uint16_t round_nan(float x) {
+  const Mark mark = machine->mark_of(x);
+  return mark == kNoMark ? 0x7fff : machine->as_element(mark);
+}
 inline std::uint16_t round_to(Bf16, float x) {
   std::uint32_t u;
   std::memcpy(&u, &x, 4);
-  if (x != x) return 0x7fff;
+  if (x != x) return round_nan(x);
   u += 0x7fff + ((u >> 16) & 1);
   return static_cast<std::uint16_t>(u >> 16);
 }
 inline std::uint16_t round_to(Fp16, float x) {
-  if (x != x) return 0x7fff;
+  if (x != x) return round_nan(x);
   const _Float16 h = static_cast<_Float16>(x);
   std::uint16_t u;
   std::memcpy(&u, &h, 2);
@@ -171,6 +189,8 @@ inline float infinity() { return std::numeric_limits<float>::infinity(); }
 inline int lane_id() { return sim::machine->lane(); }
 inline int warp_id() { return sim::machine->warp(); }
 inline int warp_uniform(int x, Where where = Where::current()) { return sim::shuffle("shfl", x, 0, where); }
+inline int late(int x) { return x; }
+inline bool warp_any(bool x, Where where = Where::current()) { return sim::any("vote.any", x, where); }
 template <class T>
 T shuffle_xor(T x, int mask, Where where = Where::current()) {
   return sim::shuffle("shfl.bfly", x, sim::machine->lane() ^ mask, where);
@@ -183,6 +203,9 @@ void take_registers(Where where = Where::current()) {
 template <int Count>
 void give_back_registers(Where where = Where::current()) {
   take_registers<Count>(where);
+}
+inline bool named_barrier_any(int id, int threads, bool x, Where where = Where::current()) {
+  return sim::machine->sync_named(id, threads, where, x);
 }
 inline void named_barrier_sync(int id, int threads, Where where = Where::current()) {
   sim::machine->sync_named(id, threads, where);
@@ -201,13 +224,21 @@ namespace sim {
 
 template <class T>
 T load_shared(smem_t a, const Where& where) {
+  static_assert(sizeof(T) == 4);
   T v;
-  std::memcpy(&v, machine->plain(a, sizeof(T), false, where), sizeof(T));
+  const unsigned char* p = machine->plain(a, 4, false, where);
+  if (machine->may_be_marked(machine->home(), a, 4)) {
+    machine->require_defined_load(a, p, std::is_same_v<T, float>, where);
+  }
+  std::memcpy(&v, p, 4);
   return v;
 }
 template <class T>
 void store_shared(smem_t a, T v, const Where& where) {
   std::memcpy(machine->plain(a, sizeof(T), true, where), &v, sizeof(T));
+  if constexpr (std::is_same_v<T, float>) {
+    if (machine->mark_of(v) != kNoMark) machine->flag_marked(a);
+  }
 }
 template <class T, int Count>
 void load_global(const T* p, T* v, const Where& where) {
@@ -217,6 +248,14 @@ void load_global(const T* p, T* v, const Where& where) {
 template <class T, int Count>
 void store_global(void* p, const T* v, const Where& where) {
   machine->global(p, Count * sizeof(T), true, where);
+  for (int i = 0; i < Count; ++i) {
+    if constexpr (std::is_same_v<T, float>) {
+      machine->require_defined(machine->mark_of(v[i]), p, where);
+    } else if constexpr (std::is_same_v<T, uint32_t>) {  // two elements; a signed number is one number
+      machine->require_defined(machine->mark_of(static_cast<std::uint16_t>(v[i])), p, where);
+      machine->require_defined(machine->mark_of(static_cast<std::uint16_t>(v[i] >> 16)), p, where);
+    }
+  }
   std::memcpy(p, v, Count * sizeof(T));
 }
 
@@ -226,6 +265,14 @@ inline float load_shared_f32(smem_t a, Where where = Where::current()) { return 
 inline void store_shared_f32(smem_t a, float v, Where where = Where::current()) { sim::store_shared(a, v, where); }
 inline int32_t load_shared_s32(smem_t a, Where where = Where::current()) { return sim::load_shared<int32_t>(a, where); }
 inline void store_shared_s32(smem_t a, int32_t v, Where where = Where::current()) { sim::store_shared(a, v, where); }
+inline void load_shared_v4(smem_t a, int32_t (&v)[4], Where where = Where::current()) {
+  if (a % 16 != 0) sim::machine->fail(where, "an access of 16 bytes off its border");
+  for (int i = 0; i < 4; ++i) v[i] = sim::load_shared<int32_t>(a + 4 * i, where);
+}
+inline void store_shared_v4(smem_t a, const int32_t (&v)[4], Where where = Where::current()) {
+  if (a % 16 != 0) sim::machine->fail(where, "an access of 16 bytes off its border");
+  for (int i = 0; i < 4; ++i) sim::store_shared(a + 4 * i, v[i], where);
+}
 inline void store_shared_zero16(smem_t a, Where where = Where::current()) {
   std::memset(sim::machine->plain(a, 16, true, where), 0, 16);
 }
@@ -308,7 +355,13 @@ inline void load_matrices(smem_t row, uint32_t (&m)[4], bool transposed, const W
       const auto* at = static_cast<const Lane*>(slots[i]);
       if (at->row % 16) machine->fail(where, "ldmatrix from a row at %u, no multiple of 16", at->row - kSharedBase);
       std::memcpy(matrices[i / 8][i % 8], machine->shared(at->row, 16, where), 16);
-      machine->touch(at->row, 16, false, {at->actor, at->view->seen[at->actor], Proxy::generic, where}, *at->view);
+      const Access access{at->actor, at->view->seen[at->actor], Proxy::generic, where};
+      machine->touch(at->row, 16, false, access, *at->view);
+      if (!machine->may_be_marked(machine->home(), at->row, 16)) continue;
+      for (std::uint16_t& element : matrices[i / 8][i % 8]) {
+        const Mark mark = machine->take_mark(element, at->row, access);
+        if (mark != kNoMark) element = machine->as_element(mark);
+      }
     }
     for (int i = 0; i < kWarp; ++i) {
       for (int matrix = 0; matrix < 4; ++matrix) {
@@ -347,7 +400,12 @@ inline void stmatrix_x4(smem_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint3
       sim::machine->touch(at->row, 16, true,
                           {at->actor, at->view->seen[at->actor], sim::Proxy::generic, where}, *at->view);
       for (int pair = 0; pair < 4; ++pair) {
-        std::memcpy(p + 4 * pair, &static_cast<const Lane*>(slots[i % 8 * 4 + pair])->m[i / 8], 4);
+        const uint32_t word = static_cast<const Lane*>(slots[i % 8 * 4 + pair])->m[i / 8];
+        std::memcpy(p + 4 * pair, &word, 4);
+        if (sim::machine->mark_of(static_cast<std::uint16_t>(word)) != sim::kNoMark ||
+            sim::machine->mark_of(static_cast<std::uint16_t>(word >> 16)) != sim::kNoMark) {
+          sim::machine->flag_marked(at->row + 4 * pair);
+        }
       }
     }
   });
@@ -367,6 +425,9 @@ inline void mbarrier_arrive_expect_tx(smem_t bar, int bytes, Where where = Where
 }
 inline void mbarrier_wait(smem_t bar, int parity, Where where = Where::current()) {
   sim::machine->wait_mbarrier(bar, parity, where);
+}
+inline bool mbarrier_test(smem_t bar, int parity, Where where = Where::current()) {
+  return sim::machine->test_mbarrier(bar, parity, where);
 }
 
 // ---- TMA
@@ -449,8 +510,9 @@ inline void load_box(Block& target, const TensorMap& map, smem_t bar, smem_t dst
     for_box(map, dst, first, chunk, [&](const unsigned char* from, std::uint32_t to) {
       unsigned char* p = machine->shared(target, to, element_bytes, access.where);
       if (from) {
-        machine->global(from, element_bytes, false, access.where);
+        const bool undefined = machine->global(from, element_bytes, false, access.where, {.copies = true});
         std::memcpy(p, from, element_bytes);
+        if (undefined) machine->copy_mark(target, to, element_bytes, access, from);
       } else {
         std::memset(p, 0, element_bytes);
       }
@@ -479,10 +541,16 @@ inline void bulk_load(smem_t bar, smem_t dst, const void* src, int bytes, Where 
     machine->fail(where, "bulk copy of %d bytes from %p to shared address %u: no multiples of 16", bytes, src, dst - kSharedBase);
   }
   machine->shared(dst, size, where);
-  machine->copy_async(machine->home(), bar, bytes, where, [=](Access access, const View& view) {
+  Block& target = machine->home();
+  machine->copy_async(target, bar, bytes, where, [=, &target](Access access, const View& view) {
     machine->touch(dst, size, true, access, view);
-    machine->global(src, size, false, access.where);
+    const bool undefined = machine->global(src, size, false, access.where, {.copies = true});
     std::memcpy(machine->shared(dst, size, access.where), src, size);
+    for (std::uint32_t word = 0; undefined && word < size; word += 4) {
+      const void* from = static_cast<const unsigned char*>(src) + word;
+      if (!machine->global(from, 4, false, access.where, {.copies = true})) continue;
+      machine->copy_mark(target, dst + word, 4, access, from);
+    }
   });
 }
 
@@ -496,6 +564,7 @@ inline void bulk_store(void* dst, smem_t src, int bytes, Where where = Where::cu
   auto data = std::make_shared<std::vector<unsigned char>>(size);
   const auto read = [=](Access access, const View& view) {
     machine->touch(src, size, false, access, view);
+    machine->require_defined_copy(src, size, dst, access.where);
     std::memcpy(data->data(), machine->shared(src, size, access.where), size);
   };
   machine->store_async(where, read, [=](Access access) {
@@ -508,11 +577,16 @@ inline void tma_store_4d(const TensorMap& map, smem_t src, int c0, int c1, int c
   using namespace sim;
   check_box(map, src, c0, where);
   const std::array<std::int64_t, 4> first{c0, c1, c2, c3};
+  for (std::int64_t c : first) {
+    // So an H200 does, which leaves out what lies behind the tensor's end alone.
+    if (c < 0) machine->fail(where, "a TMA store that begins before the tensor, at %d: an illegal instruction", static_cast<int>(c));
+  }
   const std::uint32_t element_bytes = map.element_bytes;
   auto data = std::make_shared<std::vector<unsigned char>>();
   const auto read = [=, map = map](Access access, const View& view) {
     const auto chunk = [&](std::uint32_t from) { machine->touch(from, 16, false, access, view); };
-    for_box(map, src, first, chunk, [&](const unsigned char*, std::uint32_t from) {
+    for_box(map, src, first, chunk, [&](const unsigned char* to, std::uint32_t from) {
+      if (to) machine->require_defined_copy(from, element_bytes, to, access.where);
       const unsigned char* p = machine->shared(from, element_bytes, access.where);
       data->insert(data->end(), p, p + element_bytes);
     });
@@ -613,13 +687,25 @@ struct Operand {
   }
 };
 
+// Puts a mark, if it is one, in the place of the numbers that 16 bits hold: one, or two of e4m3.
+template <class Element>
+void put_mark(Mark mark, float* to) {
+  if (mark != kNoMark) std::fill_n(to, 2 / sizeof(Bits<Element>), as_float(mark));
+}
+
 template <class Element>
 void read_chunk(std::uint32_t address, float* to, const Access& access, const View& view) {
   const unsigned char* p = machine->shared(address, 16, access.where);
   machine->touch(address, 16, false, access, view);
   Bits<Element> elements[16 / sizeof(Bits<Element>)];
   std::memcpy(elements, p, 16);
-  for (const auto element : elements) *to++ = widen(Element{}, element);
+  for (std::size_t i = 0; i < std::size(elements); ++i) to[i] = widen(Element{}, elements[i]);
+  if (!machine->may_be_marked(machine->home(), address, 16)) return;
+  std::uint16_t halves[8];
+  std::memcpy(halves, p, 16);
+  for (int i = 0; i < 8; ++i) {
+    put_mark<Element>(machine->take_mark(halves[i], address + 2 * i, access), to + i * std::size(elements) / 8);
+  }
 }
 
 // What the lanes of a warp bring to an operation: their accumulators and, if A is in registers, their part of it.
@@ -627,9 +713,6 @@ struct MatmulLane {
   float* d;
   const uint32_t* a;
 };
-
-// NaN that no arithmetic makes: what a thread sees in an accumulator that is still being written.
-constexpr std::uint32_t kInFlight = 0x7fbadbad;
 
 template <class Element, int N, bool TransposedB>
 void matmul(float* d, const uint32_t* a_registers, std::uint64_t a, std::uint64_t b, bool accumulate, const Where& where) {
@@ -642,11 +725,14 @@ void matmul(float* d, const uint32_t* a_registers, std::uint64_t a, std::uint64_
     float* const key = static_cast<MatmulLane*>(slots[0])->d;
     Accumulators& acc = queue->accumulators[key];
     if (acc.in_flight++ == 0) {
+      const float mark = as_float(machine->mark_in_flight(where));
+      std::memcpy(&acc.meanwhile, &mark, 4);
+      acc.meanwhile &= ~kQuiet;
       acc.values.resize(kWarp * (N / 2));
       for (int lane = 0; lane < kWarp; ++lane) {
         acc.registers[lane] = static_cast<MatmulLane*>(slots[lane])->d;
         std::memcpy(&acc.values[lane * (N / 2)], acc.registers[lane], N / 2 * sizeof(float));
-        for (int i = 0; i < N / 2; ++i) std::memcpy(acc.registers[lane] + i, &kInFlight, 4);
+        for (int i = 0; i < N / 2; ++i) std::memcpy(acc.registers[lane] + i, &acc.meanwhile, 4);
       }
     }
     std::array<const uint32_t*, kWarp> a_of;
@@ -656,7 +742,7 @@ void matmul(float* d, const uint32_t* a_registers, std::uint64_t a, std::uint64_
       if (a_of[lane]) std::memcpy(a_then[lane].data(), a_of[lane], 16);
     }
     const int quarter = machine->warp() % 4;
-    machine->issue_matmul(where, [=](Access access, const View& view) {
+    const auto compute = [=](Access access, const View& view) {
       constexpr int kPer16 = 16 / sizeof(Bits<Element>);  // elements of 16 bytes
       constexpr int kPerWord = kPer16 / 4;
       constexpr int kDepth = 2 * kPer16;  // of the reduction
@@ -664,14 +750,14 @@ void matmul(float* d, const uint32_t* a_registers, std::uint64_t a, std::uint64_
       float right[kDepth][N];
       if (a_of[0]) {
         for (int lane = 0; lane < kWarp; ++lane) {
-          if (std::memcmp(a_then[lane].data(), a_of[lane], 16) != 0) {
-            machine->fail(access.where, "the A registers of lane %d changed before the wgmma was waited for", lane);
-          }
           for (int i = 0; i < 4; ++i) {
+            float* to = &left[lane / 4 + i % 2 * 8][kPerWord * (lane % 4) + i / 2 * kPer16];
             Bits<Element> elements[kPerWord];
             std::memcpy(elements, &a_then[lane][i], 4);
-            for (int j = 0; j < kPerWord; ++j) {
-              left[lane / 4 + i % 2 * 8][kPerWord * (lane % 4) + i / 2 * kPer16 + j] = widen(Element{}, elements[j]);
+            for (int j = 0; j < kPerWord; ++j) to[j] = widen(Element{}, elements[j]);
+            for (int half = 0; half < 2; ++half) {
+              const auto bits = static_cast<std::uint16_t>(a_then[lane][i] >> 16 * half);
+              put_mark<Element>(machine->mark_of(bits), to + half * kPerWord / 2);
             }
           }
         }
@@ -711,17 +797,25 @@ void matmul(float* d, const uint32_t* a_registers, std::uint64_t a, std::uint64_
           value = accumulate ? value + sum[n] : sum[n];
         }
       }
-      if (--target.in_flight == 0) {
-        for (int lane = 0; lane < kWarp; ++lane) {
-          for (int i = 0; i < N / 2; ++i) {
-            if (std::memcmp(target.registers[lane] + i, &kInFlight, 4) != 0) {
-              machine->fail(access.where, "an accumulator of lane %d was written before the wgmma was waited for", lane);
-            }
-          }
-          std::memcpy(target.registers[lane], &target.values[lane * (N / 2)], N / 2 * sizeof(float));
+    };
+    machine->match_matmul(where, a, b, N, accumulate);
+    machine->issue_matmul(where, compute, [=] {
+      for (int lane = 0; lane < kWarp && a_of[0]; ++lane) {
+        if (std::memcmp(a_then[lane].data(), a_of[lane], 16) != 0) {
+          machine->fail(where, "the A registers of lane %d changed before the wgmma was waited for", lane);
         }
-        queue->accumulators.erase(key);
       }
+      Accumulators& target = queue->accumulators[key];
+      if (--target.in_flight > 0) return;
+      for (int lane = 0; lane < kWarp; ++lane) {
+        for (int i = 0; i < N / 2; ++i) {
+          if (std::memcmp(target.registers[lane] + i, &target.meanwhile, 4) != 0) {
+            machine->fail(where, "an accumulator of lane %d was written before the wgmma was waited for", lane);
+          }
+        }
+        std::memcpy(target.registers[lane], &target.values[lane * (N / 2)], N / 2 * sizeof(float));
+      }
+      queue->accumulators.erase(key);
     });
   });
 }
@@ -736,10 +830,11 @@ template <class Element, int N>
 void wgmma_rs_k(float (&d)[N / 2], const uint32_t* a, uint64_t b, bool accumulate, Where where = Where::current()) {
   sim::matmul<Element, N, false>(d, a, 0, b, accumulate, where);
 }
-template <class Element, int N>
-void wgmma_ss_mn(float (&d)[N / 2], uint64_t a, uint64_t b, Where where = Where::current()) {
+template <class Element, int N, int First = 0, int Count>
+void wgmma_ss_mn(float (&d)[Count], uint64_t a, uint64_t b, Where where = Where::current()) {
   static_assert(sizeof(sim::Bits<Element>) == 2, "only 16-bit operands may lie with their columns along the row");
-  sim::matmul<Element, N, true>(d, nullptr, a, b, true, where);
+  static_assert(First % 8 == 0 && First / 2 + N / 2 <= Count, "D holds the columns");
+  sim::matmul<Element, N, true>(reinterpret_cast<float (&)[N / 2]>(d[First / 2]), nullptr, a, b, true, where);
 }
 template <class Element, int N>
 void wgmma_rs_mn(float (&d)[N / 2], const uint32_t* a, uint64_t b, Where where = Where::current()) {

@@ -1,0 +1,166 @@
+"""What is measured: shapes of decode calls, suites of them, and statistics of repeated calls. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+ELEMENT_BYTES = 2
+
+Mode = Literal["burst", "sustained"]
+"""Calls with pauses on a cool chip, or seconds of calls without a gap."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode call over requests of equal length."""
+
+    b: int
+    """Requests."""
+    s_k: int
+    """Cached tokens of each."""
+    h: int
+    """Query heads; the cache has one."""
+    s_q: int
+    """Query tokens of each request; from 2 on under a causal mask."""
+
+    @property
+    def tokens(self) -> int:
+        """Cached tokens of all requests."""
+        return self.b * self.s_k
+
+    @property
+    def rows(self) -> int:
+        """Rows of a request: query tokens x heads."""
+        return self.h * self.s_q
+
+    @property
+    def causal(self) -> bool:
+        """Whether there is a mask; with one query token it would hide nothing."""
+        return self.s_q > 1
+
+    def flops(self, d_qk: int, d_v: int) -> int:
+        """Multiplications and additions; what a mask hides is counted too, as is usual."""
+        return 2 * self.tokens * self.rows * (d_qk + d_v)
+
+    def bytes(self, d_qk: int, d_v: int) -> int:
+        """Bytes of 16-bit elements that must cross the memory bus: the cache once, q and out."""
+        return ELEMENT_BYTES * (self.tokens * d_qk + self.b * self.rows * (d_qk + d_v))
+
+    def __str__(self) -> str:
+        """Give the shape in words."""
+        return f"{self.b} x {self.s_k:,} tokens, {self.h} heads, s_q {self.s_q}"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Shapes (b, s_k), each with every kind of rows (h, s_q)."""
+
+    name: str
+    mode: Mode
+    shapes: tuple[tuple[int, int], ...]
+    rows: tuple[tuple[int, int], ...]
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """All of them; those of one shape follow each other, for they share a cache."""
+        return tuple(Case(b, s_k, h, s_q) for b, s_k in self.shapes for h, s_q in self.rows)
+
+
+_ROWS = ((64, 1), (128, 1), (64, 2), (128, 2))
+
+SUITES: Mapping[str, Suite] = {
+    suite.name: suite
+    for suite in (
+        Suite("burst", "burst", ((128, 4096), (64, 8192), (16, 32_768), (4, 131_072)), _ROWS),
+        Suite("small", "burst", ((1, 4096), (8, 4096), (1, 16_384), (1, 65_536)), ((16, 1), (64, 1), (128, 1))),
+        Suite("sustained", "sustained", ((64, 8192),), _ROWS),
+    )
+}
+
+
+def choose_suites(
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, int]] = (),
+    heads: Sequence[int] = (),
+    s_q: Sequence[int] = (),
+) -> tuple[Suite, ...]:
+    """Give the suites of these names, their shapes, heads and query tokens replaced where others are given.
+
+    Raises:
+        ValueError: there is no such suite; says which there are.
+    """
+    chosen = []
+    for name in dict.fromkeys(names):
+        suite = SUITES.get(name)
+        if suite is None:
+            raise ValueError(f"{name!r} is no suite; there are {', '.join(SUITES)}")
+        rows = suite.rows
+        if heads or s_q:
+            own_heads = tuple(dict.fromkeys(h for h, _ in rows))
+            rows = tuple((h, n) for n in (s_q or (1,)) for h in (heads or own_heads))
+        chosen.append(Suite(name, suite.mode, tuple(shapes) or suite.shapes, rows))
+    return tuple(chosen)
+
+
+def parse_shapes(texts: Iterable[str]) -> tuple[tuple[int, int], ...]:
+    """Read shapes as in 128x4096, several with commas or spaces between.
+
+    Raises:
+        ValueError: a word is no shape; says which.
+    """
+    words = [word for text in texts for word in re.split(r"[,\s]+", text) if word]
+    return tuple(dict.fromkeys(_parse_shape(word) for word in words))
+
+
+def _parse_shape(word: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)x(\d+)", word)
+    if match is None or 0 in (shape := (int(match[1]), int(match[2]))):
+        raise ValueError(f"{word!r} is not BATCHxTOKENS, as in 128x4096")
+    return shape
+
+
+def parse_counts(texts: Iterable[str]) -> tuple[int, ...]:
+    """Read positive numbers, several with commas or spaces between.
+
+    Raises:
+        ValueError: a word is no positive number; says which.
+    """
+    words = [word for text in texts for word in re.split(r"[,\s]+", text) if word]
+    for word in words:
+        if not (word.isascii() and word.isdigit() and int(word)):
+            raise ValueError(f"{word!r} is not a positive number")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What repeated calls took, microseconds."""
+
+    median: float
+    q1: float
+    """First quartile."""
+    q3: float
+    """Third quartile."""
+    least: float
+    most: float
+    count: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Stats:
+        """Sum up samples; ValueError if there are none."""
+        if not samples:
+            raise ValueError("statistics of no samples")
+        if len(samples) == 1:
+            q1 = q3 = samples[0]
+        else:
+            q1, _, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(statistics.median(samples), q1, q3, min(samples), max(samples), len(samples))
+
+
+def geometric_mean(ratios: Sequence[float]) -> float | None:
+    """Give the geometric mean, None of nothing."""
+    return statistics.geometric_mean(ratios) if ratios else None

@@ -1,0 +1,215 @@
+"""A result as tables for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mlaforge.bench.session import OURS
+
+
+def tables(result: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Give the tables of a result, as far as it goes: machine, burst, sustained, energy, peers without a figure."""
+    yield _machine(result)
+    if result["burst"]:
+        yield _burst(result["burst"])
+        yield _summary(
+            "Against the best peer of each point: geometric means",
+            ("ratio", "least_ratio", "ratio_anew", "of_read_stream", "of_gemm"),
+            ("ratio>", "least>", "with planning>", "of read stream>", "of GEMM>"),
+            result["summary"].get("burst", ()),
+        )
+    if result["sustained"]:
+        yield _sustained(result["sustained"])
+        yield _summary(
+            "Sustained, against the best peer",
+            ("ratio", "least_ratio", "energy_ratio"),
+            ("ratio>", "least>", "energy>"),
+            result["summary"].get("sustained", ()),
+        )
+    if result["energy"]:
+        yield _energy(result["energy"])
+    missing = [(name, each["reason"]) for name, each in result["peers"].items() if each["reason"]]
+    refused = sorted(
+        {
+            (name, each[key] if key == "reason" else f"with planning: {each[key]}")
+            for entry in (*result["burst"], *result["sustained"])
+            for name, each in entry["kernels"].items()
+            for key in ("reason", "reason_anew")
+            if each.get(key)
+        }
+    )
+    if missing or refused:
+        yield _table("Not timed", ("peer", "reason"), dict.fromkeys((*missing, *refused)))
+
+
+def _table(title: str, columns: Iterable[str], rows: Iterable[Sequence[object]], caption: str | None = None) -> Table:
+    made = Table(
+        title=Text(f"\n{title}"),
+        caption=caption and Text(caption),
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+        title_style="bold",
+        pad_edge=False,
+    )
+    for column in columns:
+        made.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left")
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return made
+
+
+def _ratio(value: float | None) -> Text:
+    if value is None:
+        return Text("-")
+    return Text(f"{value:.3f}", style="green" if value >= 1 else "red")
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _figure(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _machine(result: Mapping[str, Any]) -> Table:
+    rows: list[tuple[object, ...]] = [(name, value) for name, value in result["machine"].items()]
+    rows += [(name, value) for name, value in result["versions"].items()]
+    ceilings = result["ceilings"]
+    for each in ceilings.get("read_stream", ()):
+        us = each["us"]
+        rows.append(
+            (
+                f"read stream, {each['bytes'] / 1e6:,.0f} MB in random tiles",
+                f"{each['GBps']:,.0f} GB/s ({us['median']:.1f} us, {us['q1']:.1f} to {us['q3']:.1f})",
+            )
+        )
+    if "gemm" in ceilings:
+        rows.append(("bf16 product of 8192^3", f"{ceilings['gemm']['TFLOPs']:.0f} TFLOP/s"))
+    for name, each in ceilings.get("sustained", {}).items():
+        rate = f"{each['TFLOPs']:.0f} TFLOP/s" if "TFLOPs" in each else f"{each['GBps']:,.0f} GB/s"
+        rows.append((f"sustained {name}", f"{rate}, {_figure(each['watts'])} W, {_figure(each['mhz'])} MHz"))
+    rows.append(("seconds of the run", result["seconds"]))
+    return _table(f"{result['spec']['name']} on this machine", ("what", "value"), rows)
+
+
+def _case(entry: Mapping[str, Any]) -> tuple[object, ...]:
+    return entry["b"], f"{entry['s_k']:,}", entry["h"], entry["s_q"]
+
+
+def _burst(entries: Sequence[Mapping[str, Any]]) -> Table:
+    rows = []
+    for entry in entries:
+        ours = entry["kernels"][OURS]
+        best = entry["best_peer"]
+        predicted = entry["predicted"] or {}
+        rows.append(
+            (
+                *_case(entry),
+                f"{ours['us']['median']:.1f}",
+                f"{ours['us']['q1']:.1f}..{ours['us']['q3']:.1f}",
+                f"{ours['TFLOPs']:.0f}",
+                f"{ours['GBps']:,.0f}",
+                _figure(predicted.get("floor_us"), 1),
+                _share(entry.get("of_read_stream")),
+                _share(entry.get("of_gemm")),
+                best or "-",
+                "-" if best is None else f"{entry['kernels'][best]['us']['median']:.1f}",
+                _ratio(entry["ratio"]),
+                _ratio(entry["ratio_anew"]),
+            )
+        )
+    columns = ("b>", "s_k>", "h>", "s_q>", "us>", "quartiles>", "TFLOP/s>", "GB/s>", "floor>", "stream>", "GEMM>")
+    return _table(
+        "Burst: time of a call on the GPU, split and combine, L2 overwritten before each",
+        (*columns, "best peer", "us>", "ratio>", "planning>"),
+        rows,
+        caption="ratio: time of the best peer over ours, above 1 is a win; planning: the same with metadata made in "
+        "the call; floor: the plan's",
+    )
+
+
+def _sustained(entries: Sequence[Mapping[str, Any]]) -> Table:
+    rows = []
+    for entry in entries:
+        ours = entry["kernels"][OURS]["us"]
+        timed = {name: each for name, each in entry["kernels"].items() if "us" in each}
+        for name, each in timed.items():
+            rows.append(
+                (
+                    *_case(entry),
+                    name,
+                    f"{each['TFLOPs']:.0f}",
+                    f"{each['GBps']:,.0f}",
+                    _figure(each["watts"]),
+                    _figure(each["mhz"]),
+                    _figure(each["nJ_per_token"]),
+                    "" if name == OURS else _ratio(each["us"] / ours),
+                    ", ".join(each["throttle_reasons"]),
+                )
+            )
+        if predicted := entry["predicted"]:
+            rows.append(
+                (
+                    *_case(entry),
+                    "(predicted)",
+                    f"{predicted['TFLOPs']:.0f}",
+                    f"{predicted['GBps']:,.0f}",
+                    _figure(predicted["watts"]),
+                    "",
+                    _figure(predicted["nJ_per_token"]),
+                    "",
+                    f"bound by {predicted['bound']}",
+                )
+            )
+    columns = ("b>", "s_k>", "h>", "s_q>", "kernel", "TFLOP/s>", "GB/s>", "W>", "MHz>", "nJ/token>", "ratio>", "clock")
+    return _table(
+        "Sustained: seconds of calls back to back",
+        columns,
+        rows,
+        caption="ratio: time over ours, above 1 is a win of ours; nJ/token: energy of the chip per cached token",
+    )
+
+
+def _summary(title: str, keys: Sequence[str], columns: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> Table:
+    rows = [
+        (
+            group["suite"],
+            group["h"],
+            group["s_q"],
+            *(_share(group[key]) if key.startswith("of_") else _plain_or_ratio(key, group[key]) for key in keys),
+            group["wins"],
+            group["losses"],
+        )
+        for group in groups
+    ]
+    return _table(title, ("suite", "h>", "s_q>", *columns, "wins>", "losses>"), rows)
+
+
+def _plain_or_ratio(key: str, value: float | None) -> object:
+    # Of energy less is better.
+    return _figure(value, 3) if key == "energy_ratio" else _ratio(value)
+
+
+def _energy(energy: Mapping[str, Any]) -> Table:
+    return _table(
+        "Energy of single operations, above static power",
+        ("operation", "nJ>", "W>", "MHz>", "per second>"),
+        (
+            (
+                row["what"],
+                _figure(row["nj"], 1),
+                _figure(row["watts"]),
+                _figure(row["mhz"]),
+                "-" if row["nj"] is None else f"{row['per_second']:.3e}",
+            )
+            for row in energy["rows"]
+        ),
+    )

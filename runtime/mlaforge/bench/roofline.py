@@ -1,0 +1,145 @@
+"""The roofline plot of a result as SVG: arithmetic intensity against reached rate, below the machine's two ceilings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from mlaforge.bench.cases import Case
+from mlaforge.bench.session import OURS
+
+_WIDTH, _HEIGHT = 960, 560
+_LEFT, _TOP, _RIGHT, _BOTTOM = 70, 56, 200, 50
+_COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
+_STYLE = (
+    "text{font-family:system-ui,sans-serif;font-size:11px;fill:#222}.title{font-size:14px;font-weight:bold}"
+    ".note{fill:#555}.tick{fill:#666}.roof{fill:none;stroke:#222;stroke-width:1.5}.grid{stroke:#e3e7ec}"
+)
+
+
+@dataclass(frozen=True)
+class _Point:
+    kernel: str
+    intensity: float
+    """FLOP per byte."""
+    rate: float
+    """TFLOP/s."""
+    title: str
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """A logarithmic axis."""
+
+    low: float
+    high: float
+    begin: float
+    """Pixel of `low`."""
+    end: float
+
+    @classmethod
+    def around(cls, values: Sequence[float], begin: float, end: float) -> _Axis:
+        return cls(min(values) / 1.5, max(values) * 1.5, begin, end)
+
+    def at(self, value: float) -> float:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return self.begin + share * (self.end - self.begin)
+
+    def ticks(self) -> Iterator[float]:
+        for power in range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1):
+            for digit in (1, 2, 5):
+                if self.low <= digit * 10.0**power <= self.high:
+                    yield digit * 10.0**power
+
+
+def to_svg(result: Mapping[str, Any], mode: str = "burst") -> str | None:
+    """Draw the points of `burst` or `sustained`; None if there are none. What a point is shows under a pointer."""
+    points = list(_points(result, mode))
+    if not points:
+        return None
+    kernels = list(dict.fromkeys(point.kernel for point in points))
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(kernels)}
+    bandwidth, product = _ceilings(result)
+    intensities = [point.intensity for point in points]
+    rates = [point.rate for point in points]
+    if bandwidth and product:
+        intensities.append(1e3 * product / bandwidth)
+        rates.append(product)
+    x = _Axis.around(intensities, _LEFT, _WIDTH - _RIGHT)
+    y = _Axis.around(rates, _HEIGHT - _BOTTOM, _TOP)
+    name, gpu = result["spec"]["name"], result["machine"].get("gpu", "")
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}">',
+        f"<style>{_STYLE}</style>",
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        f'<text x="{_LEFT}" y="22" class="title">{escape(f"{name}: decode, {mode}, {gpu}".rstrip(", "))}</text>',
+        f'<text x="{_LEFT}" y="40" class="note">useful FLOP per byte of cache, q and out; TFLOP/s; each point a shape'
+        "</text>",
+        *_grid(x, y),
+    ]
+    if bandwidth and product:
+        parts += _roof(x, y, bandwidth, product)
+    parts += [_dot(x.at(p.intensity), y.at(p.rate), colours[p.kernel], p.kernel == OURS, p.title) for p in points]
+    for i, kernel in enumerate(kernels):
+        top = _TOP + 10 + 18 * i
+        parts.append(_dot(_WIDTH - _RIGHT + 20, top, colours[kernel], kernel == OURS, kernel))
+        parts.append(f'<text x="{_WIDTH - _RIGHT + 32}" y="{top + 4}">{escape(kernel)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _points(result: Mapping[str, Any], mode: str) -> Iterator[_Point]:
+    d_qk, d_v = result["spec"]["d_qk"], result["spec"]["d_v"]
+    for entry in result[mode]:
+        case = Case(entry["b"], entry["s_k"], entry["h"], entry["s_q"])
+        intensity = case.flops(d_qk, d_v) / case.bytes(d_qk, d_v)
+        # Ours last, on top of the others.
+        for name, each in sorted(entry["kernels"].items(), key=lambda item: item[0] == OURS):
+            if "TFLOPs" in each:
+                title = f"{name}\n{case}\n{each['TFLOPs']:.0f} TFLOP/s, {each['GBps']:,.0f} GB/s"
+                yield _Point(name, intensity, each["TFLOPs"], title)
+
+
+def _ceilings(result: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Give the fastest read stream, GB/s, and the matrix product, TFLOP/s."""
+    ceilings = result["ceilings"]
+    if not ceilings:
+        return None, None
+    return max(each["GBps"] for each in ceilings["read_stream"]), ceilings["gemm"]["TFLOPs"]
+
+
+def _roof(x: _Axis, y: _Axis, bandwidth: float, product: float) -> Iterator[str]:
+    ridge = 1e3 * product / bandwidth
+    low = max(x.low, 1e3 * y.low / bandwidth)
+    corners = [(low, low * bandwidth / 1e3), (ridge, product), (x.high, product)]
+    path = "L".join(f"{x.at(a):.1f} {y.at(b):.1f}" for a, b in corners)
+    yield f'<path d="M{path}" class="roof"/>'
+    yield (
+        f'<text x="{x.at(x.high) - 4:.1f}" y="{y.at(product) - 6:.1f}" text-anchor="end">'
+        f"{product:.0f} TFLOP/s, bf16 product; {bandwidth:,.0f} GB/s, read stream</text>"
+    )
+
+
+def _grid(x: _Axis, y: _Axis) -> Iterator[str]:
+    for value in x.ticks():
+        at = x.at(value)
+        yield f'<path d="M{at:.1f} {y.end:.1f}V{y.begin:.1f}" class="grid"/>'
+        yield f'<text x="{at:.1f}" y="{y.begin + 16:.1f}" class="tick" text-anchor="middle">{value:g}</text>'
+    for value in y.ticks():
+        at = y.at(value)
+        yield f'<path d="M{x.begin:.1f} {at:.1f}H{x.end:.1f}" class="grid"/>'
+        yield f'<text x="{x.begin - 6:.1f}" y="{at + 4:.1f}" class="tick" text-anchor="end">{value:g}</text>'
+    yield f'<text x="{(x.begin + x.end) / 2:.1f}" y="{y.begin + 36:.1f}" text-anchor="middle">FLOP per byte</text>'
+    middle = f"{(y.begin + y.end) / 2:.1f}"
+    yield f'<text x="18" y="{middle}" transform="rotate(-90 18 {middle})">TFLOP/s</text>'
+
+
+def _dot(x: float, y: float, colour: str, filled: bool, title: str) -> str:
+    fill = colour if filled else "none"
+    return (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{5 if filled else 4}" fill="{fill}" stroke="{colour}" '
+        f'stroke-width="1.4"><title>{escape(title)}</title></circle>'
+    )

@@ -1,0 +1,590 @@
+"""A whole run: our kernels and the peers on the same tensors in turn, the machine's ceilings, and what came of it.
+
+The result is plain data that json can write, and it is handed to `save` after every case: a run that is killed keeps
+what it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+
+from mlaforge import __version__
+from mlaforge.bench.cases import Case, Stats, Suite, geometric_mean
+from mlaforge.bench.machine import GEMM_FLOPS, EnergyTable, Machine, energy_json, measure_energy
+from mlaforge.bench.peers import PEERS, Peer, PeerError, Prepared, Problem, Run, one_line
+from mlaforge.bench.power import Meter, Sustained, sustain
+from mlaforge.bench.timing import Device, Launch, Timed, sleep
+from mlaforge.decode import DTYPES
+from mlaforge.verify import Decoder
+
+FORMAT = 1
+OURS = "mlaforge"
+COSINE_TOLERANCE = 1e-4
+"""Two bf16 kernels differ by about 1e-6; a wrong page or a wrong scale gives more than 1e-2."""
+
+_LEAST_REPEATS = 5
+_LEAST_SECONDS = 0.7
+_BIG_STREAM = 4 << 30
+
+Predict = Callable[[Case], Mapping[str, Any] | None]
+"""What a model says of our kernel on a case."""
+
+
+class BenchError(RuntimeError):
+    """The run can't go on; what was measured before is saved."""
+
+
+class Save(Protocol):
+    """Takes the result as far as it is."""
+
+    def __call__(self, result: Mapping[str, Any]) -> None:
+        """Write it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure, and how long."""
+
+    suites: tuple[Suite, ...]
+    peers: tuple[str, ...] = tuple(PEERS)
+    repeats: int = 30
+    """Timed calls of each kernel and case."""
+    seconds: float = 2.0
+    """Of a sustained measurement, after `heat`."""
+    heat: float = 0.6
+    budget: float | None = None
+    """Seconds of the whole run: repeats and seconds are lowered to keep it, no case is dropped."""
+    rest: float = 0.2
+    """Seconds without work before each case."""
+    energy: bool = False
+    seed: int = 0
+
+
+class Session:
+    """One run."""
+
+    def __init__(
+        self,
+        mla: Decoder,
+        device: Device,
+        options: Options,
+        *,
+        machine: Machine | None = None,
+        meter: Meter | None = None,
+        about: Mapping[str, Any] | None = None,
+        predict: Predict = lambda case: None,
+        report: Callable[[str], None] = lambda line: None,
+        advance: Callable[[str], None] = lambda what: None,
+        save: Save = lambda result: None,
+    ) -> None:
+        """Prepare a run.
+
+        Args:
+            mla: our kernels.
+            device: where they run.
+            options: what to measure.
+            machine: for the ceilings and energy; none are measured without it.
+            meter: for watts and clocks; None if there are no readings.
+            about: facts of the machine for the result.
+            predict: a model to show beside.
+            report: gets lines of text as results come.
+            advance: is told before each step what it is; there are `steps` of them.
+            save: gets the result after each case.
+        """
+        self.mla, self.device, self.options = mla, device, options
+        self.machine, self.meter, self.predict = machine, meter, predict
+        self._report, self._advance, self._save = report, advance, save
+        self._start = time.perf_counter()
+        self._peers: dict[str, Peer] = {}
+        self.energy: EnergyTable | None = None
+        manifest = mla.manifest
+        self.result: dict[str, Any] = {
+            "format": FORMAT,
+            "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "seconds": 0.0,
+            "spec": {
+                "name": manifest.name,
+                "d_qk": manifest.d_qk,
+                "d_v": manifest.d_v,
+                "dtype": manifest.cache.dtype,
+                "page_size": manifest.cache.page_size,
+            },
+            "options": {
+                **dataclasses.asdict(options),
+                "suites": [dataclasses.asdict(suite) for suite in options.suites],
+                "peers": list(options.peers),
+            },
+            "machine": dict(about or {}),
+            "versions": {"mlaforge": __version__, "python": platform.python_version(), "torch": torch.__version__},
+            "peers": {},
+            "ceilings": {},
+            "burst": [],
+            "sustained": [],
+            "energy": None,
+            "summary": {},
+        }
+
+    @property
+    def steps(self) -> int:
+        """How often `advance` is called."""
+        return 2 + sum(len(suite.cases) for suite in self.options.suites) + self.options.energy
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything.
+
+        Raises:
+            BenchError: the device is no longer usable.
+        """
+        self._advance("peers")
+        self._load_peers()
+        with self._fatal("the ceilings"):
+            self._advance("ceilings")
+            if self.machine is not None and self.options.suites:
+                try:
+                    self._ceilings(self.machine)
+                except Exception as error:
+                    # Without them the kernels can still be compared with each other.
+                    if is_fatal(error):
+                        raise
+                    self.result["ceilings"] = {}
+                    self._report(f"no ceilings: {one_line(error)}")
+        for suite in self.options.suites:
+            for shape, cases in groupby(suite.cases, key=lambda case: (case.b, case.s_k)):
+                tensors = self._cache(*shape)
+                for case in cases:
+                    self._advance(f"{suite.name}: {case}")
+                    with self._fatal(f"{suite.name}, {case}"):
+                        self._case(suite, case, tensors)
+                    self._keep()
+                del tensors
+                self.device.clear()
+        if self.options.energy and self.machine is not None and self.meter is not None:
+            self._advance("energy")
+            self._report("energy of single operations")
+            with self._fatal("the energy of operations"):
+                self.energy = measure_energy(self.machine, self.device, self.meter, report=self._report)
+            self.result["energy"] = energy_json(self.energy)
+        self._keep()
+        return self.result
+
+    def _keep(self) -> None:
+        self.result["seconds"] = round(time.perf_counter() - self._start, 1)
+        self.result["summary"] = summarise(self.result)
+        self._save(self.result)
+
+    def _fatal(self, what: str) -> _Fatal:
+        return _Fatal(self, what)
+
+    # ---- Peers -------------------------------------------------------------------------------------------------------
+
+    def _load_peers(self) -> None:
+        for name in self.options.peers:
+            peer = PEERS[name]()
+            entry: dict[str, Any] = {"title": peer.title, "state": "ready", "reason": None, "version": None}
+            try:
+                peer.load()
+            except PeerError as error:
+                entry |= {"state": "missing", "reason": str(error)}
+            else:
+                entry["version"] = peer.version()
+                self._peers[name] = peer
+            self.result["peers"][name] = entry
+            self._report(f"{name}: {entry['reason'] or 'found'}")
+        self._keep()
+
+    # ---- Ceilings ----------------------------------------------------------------------------------------------------
+
+    def _ceilings(self, machine: Machine) -> None:
+        """Time the read stream over as many bytes as each case's cache, over 4 GiB, and the matrix product."""
+        cases = [case for suite in self.options.suites for case in suite.cases]
+        sizes = sorted({2 * case.tokens * self.mla.manifest.d_qk for case in cases})
+        data = torch.empty(max(_BIG_STREAM, *sizes), dtype=torch.uint8, device=machine.device)
+        data.view(torch.int32).random_()
+        calls = {f"read {size}": machine.read_stream(data[:size]) for size in (*sizes, _BIG_STREAM)}
+        timed = {name: self.device.prepare(run) for name, run in calls.items()}
+        timed["gemm"] = self.device.prepare(machine.gemm())
+        self.device.time(timed, 2)
+        stats = {name: Stats.of(samples) for name, samples in self.device.time(timed, 20).items()}
+        read: list[dict[str, Any]] = []
+        for size in (*sizes, _BIG_STREAM):
+            whole = size // machine.tile_bytes * machine.tile_bytes
+            of_size = stats[f"read {size}"]
+            read.append({"bytes": whole, "us": dataclasses.asdict(of_size), "GBps": whole / of_size.median / 1e3})
+        gemm = stats["gemm"]
+        product = {"us": dataclasses.asdict(gemm), "TFLOPs": GEMM_FLOPS / gemm.median / 1e6}
+        self.result["ceilings"] = {"read_stream": read, "gemm": product}
+        for each in read:
+            self._report(f"read stream of {each['bytes'] / 1e6:,.0f} MB in random tiles: {each['GBps']:,.0f} GB/s")
+        self._report(f"bf16 product of 8192^3: {product['TFLOPs']:.0f} TFLOP/s")
+        if any(suite.mode == "sustained" for suite in self.options.suites):
+            seconds = min(self.options.seconds, 1.5)
+            big = sustain(self.device, timed[f"read {_BIG_STREAM}"], self.meter, seconds=seconds, heat=0.4)
+            whole = _BIG_STREAM // machine.tile_bytes * machine.tile_bytes
+            held = sustain(self.device, timed["gemm"], self.meter, seconds=seconds, heat=self.options.heat)
+            self.result["ceilings"]["sustained"] = {
+                "read_stream": {**_sustained_json(big), "GBps": whole / big.us / 1e3},
+                "gemm": {**_sustained_json(held), "TFLOPs": GEMM_FLOPS / held.us / 1e6},
+            }
+            self._report(f"sustained read stream: {whole / big.us / 1e3:,.0f} GB/s, {_power_words(big)}")
+            self._report(f"sustained bf16 product: {GEMM_FLOPS / held.us / 1e6:.0f} TFLOP/s, {_power_words(held)}")
+        del data, calls, timed
+        self.device.clear()
+        self._keep()
+
+    # ---- Cases -------------------------------------------------------------------------------------------------------
+
+    def _cache(self, b: int, s_k: int) -> _Cache:
+        """Make a cache larger than L2, and tables of random pages of it."""
+        manifest, device = self.mla.manifest, self.device.device
+        page, width = manifest.cache.page_size, manifest.d_qk
+        columns = -(-s_k // page)
+        least = _CACHE_BYTES if device.type == "cuda" else 0
+        pages = max(b * columns, -(-least // (2 * page * width)))
+        torch.manual_seed(self.options.seed)
+        dtype = DTYPES[manifest.cache.dtype]
+        cache = torch.empty(pages, page, width, dtype=dtype, device=device)
+        # In pieces: of a large cache random numbers of its own size beside it would be a waste.
+        for first in range(0, pages, 1 << 13):
+            cache[first : first + (1 << 13)].normal_().div_(10)
+        table = torch.randperm(pages, device=device)[: b * columns].to(torch.int32).view(b, columns).contiguous()
+        return _Cache(cache, table, torch.full((b,), s_k, dtype=torch.int32, device=device))
+
+    def _problem(self, case: Case, tensors: _Cache) -> Problem:
+        manifest = self.mla.manifest
+        shape = (case.b, case.s_q, case.h, manifest.d_qk)
+        torch.manual_seed(self.options.seed + 1)
+        q = torch.randn(shape, device=self.device.device).div_(10).to(tensors.cache.dtype)
+        scale = manifest.softmax_scale
+        return Problem(case, q, tensors.cache, tensors.table, tensors.lengths, scale, manifest.d_v)
+
+    def _ours(self, problem: Problem) -> Prepared:
+        case = problem.case
+        out = problem.q.new_empty((case.b, case.s_q, case.h, problem.d_v))
+        lse = problem.q.new_empty((case.b, case.h, case.s_q), dtype=torch.float32)
+
+        def call() -> torch.Tensor:
+            made, _ = self.mla.decode(
+                problem.q,
+                problem.kv_cache,
+                problem.block_table,
+                problem.cache_seqlens,
+                causal=case.causal,
+                out=out,
+                lse=lse,
+            )
+            return made
+
+        return Prepared(call, call, "none")
+
+    def _case(self, suite: Suite, case: Case, tensors: _Cache) -> None:
+        begun = time.perf_counter()
+        problem = self._problem(case, tensors)
+        entry: dict[str, Any] = {"suite": suite.name, **dataclasses.asdict(case), "kernels": {}}
+        kernels: dict[str, Any] = entry["kernels"]
+        ready: dict[str, Timed] = {}
+        anew: dict[str, Timed] = {}
+        prepared = self._ours(problem)
+        try:
+            ready[OURS] = anew[OURS] = self.device.prepare(prepared.ready)
+            want = self.device.result(ready[OURS]).clone()
+        except Exception as error:
+            raise BenchError(f"our own call: {one_line(error)}") from error
+        if want.isnan().any():
+            raise BenchError("our own call left NaN in its result")
+        kernels[OURS] = {"launch": ready[OURS].launch, "planning": "none", "note": ready[OURS].why}
+        for name, peer in self._peers.items():
+            kernels[name], calls = self._prepare_peer(peer, problem, want, suite.mode == "burst")
+            if "ready" in calls:
+                ready[name] = calls["ready"]
+            if "anew" in calls:
+                anew[name] = calls["anew"]
+        for name, each in self.result["peers"].items():
+            if each["state"] == "missing":
+                kernels[name] = {"reason": each["reason"]}
+        if suite.mode == "burst":
+            self._burst(entry, case, ready, anew, begun)
+            self.result["burst"].append(entry)
+        else:
+            self._sustained(entry, case, ready)
+            self.result["sustained"].append(entry)
+        entry |= self._compared(entry, case, suite.mode)
+        predicted = self.predict(case)
+        entry["predicted"] = None if predicted is None else dict(predicted)
+        for line in describe_case(entry):
+            self._report(line)
+
+    def _prepare_peer(
+        self, peer: Peer, problem: Problem, want: torch.Tensor, with_anew: bool
+    ) -> tuple[dict[str, Any], dict[str, Timed]]:
+        """Capture a peer's calls and check what they give; what is said of it, and the calls that are right."""
+        if reason := peer.refuses(problem):
+            return {"reason": reason}, {}
+        said: dict[str, Any] = {}
+        calls: dict[str, Timed] = {}
+        try:
+            prepared = peer.prepare(problem)
+            said = {"planning": prepared.planning, "note": prepared.note}
+            kinds: list[tuple[str, Run, Launch]] = [("ready", prepared.ready, "graph")]
+            if with_anew and prepared.planning != "none":
+                kinds.append(("anew", prepared.anew, "host" if prepared.planning == "host" else "graph"))
+            for kind, run, launch in kinds:
+                timed = self.device.prepare(run, launch)
+                cosine, largest = difference(self.device.result(timed), want)
+                if timed.launch == "graph" and not cosine < COSINE_TOLERANCE:
+                    # Work on a stream of the peer's own is not captured; launched plainly it may be right.
+                    timed = dataclasses.replace(self.device.prepare(run, "launches"), why="a captured graph is wrong")
+                    cosine, largest = difference(self.device.result(timed), want)
+                suffix = "" if kind == "ready" else "_anew"
+                said |= {
+                    f"launch{suffix}": timed.launch,
+                    f"check{suffix}": {"cosine": _finite(cosine), "max_abs": _finite(largest)},
+                }
+                if timed.why and timed.launch == "launches":
+                    said["note"] = "; ".join(filter(None, (said["note"], timed.why)))
+                if not cosine < COSINE_TOLERANCE:
+                    said[f"reason{suffix}"] = f"its result is not ours: 1 - cos {cosine:.1e}, largest {largest:.1e}"
+                    break
+                calls[kind] = timed
+            if with_anew and prepared.planning == "none" and "ready" in calls:
+                calls["anew"] = calls["ready"]
+        except Exception as error:
+            if is_fatal(error):
+                raise BenchError(f"{peer.name} broke the device: {one_line(error)}") from error
+            said["reason_anew" if "ready" in calls else "reason"] = one_line(error)
+        return said, calls
+
+    def _burst(
+        self, entry: dict[str, Any], case: Case, ready: dict[str, Timed], anew: dict[str, Timed], begun: float
+    ) -> None:
+        """Time all calls in turn, then the same with planning in them."""
+        # One untimed round brings the clock up, and says how long a round takes.
+        start = time.perf_counter()
+        self.device.time(ready, 1)
+        self.device.time(anew, 1)
+        round_seconds = time.perf_counter() - start
+        repeats = self._affordable_repeats(round_seconds, start - begun)
+        sleep(self.options.rest)
+        self.device.time(ready, 1)
+        samples = self.device.time(ready, repeats)
+        sleep(self.options.rest)
+        samples_anew = self.device.time(anew, repeats)
+        entry["repeats"] = repeats
+        manifest = self.mla.manifest
+        for name, times in samples.items():
+            stats = Stats.of(times)
+            entry["kernels"][name] |= {
+                "us": dataclasses.asdict(stats),
+                "TFLOPs": case.flops(manifest.d_qk, manifest.d_v) / stats.median / 1e6,
+                "GBps": case.bytes(manifest.d_qk, manifest.d_v) / stats.median / 1e3,
+            }
+        for name, times in samples_anew.items():
+            entry["kernels"][name]["us_anew"] = dataclasses.asdict(Stats.of(times))
+
+    def _affordable_repeats(self, round_seconds: float, overhead: float) -> int:
+        budget = self.options.budget
+        if budget is None:
+            return self.options.repeats
+        cases = self._cases_left()
+        each = (budget - (time.perf_counter() - self._start)) / cases - overhead * (cases - 1) / cases
+        affordable = int((each - 2 * self.options.rest) / max(round_seconds, 1e-6))
+        repeats = min(max(affordable, _LEAST_REPEATS), self.options.repeats)
+        if repeats < self.options.repeats:
+            self._report(f"  {repeats} instead of {self.options.repeats} repeats, to keep the budget")
+        return repeats
+
+    def _cases_left(self) -> int:
+        done = len(self.result["burst"]) + len(self.result["sustained"])
+        return max(sum(len(suite.cases) for suite in self.options.suites) - done, 1)
+
+    def _sustained(self, entry: dict[str, Any], case: Case, ready: Mapping[str, Timed]) -> None:
+        """Run each call for seconds."""
+        manifest = self.mla.manifest
+        for number, (name, timed) in enumerate(ready.items()):
+            seconds, heat = self._affordable_seconds(len(ready) - number, len(ready))
+            held = sustain(self.device, timed, self.meter, seconds=seconds, heat=heat)
+            joules = held.joules_per_call
+            entry["kernels"][name] |= {
+                **_sustained_json(held),
+                "TFLOPs": case.flops(manifest.d_qk, manifest.d_v) / held.us / 1e6,
+                "GBps": case.bytes(manifest.d_qk, manifest.d_v) / held.us / 1e3,
+                "nJ_per_token": None if joules is None else 1e9 * joules / case.tokens,
+            }
+
+    def _affordable_seconds(self, kernels_left: int, kernels: int) -> tuple[float, float]:
+        seconds, heat, budget = self.options.seconds, self.options.heat, self.options.budget
+        if budget is None:
+            return seconds, heat
+        left = kernels_left + (self._cases_left() - 1) * kernels
+        each = (budget - (time.perf_counter() - self._start)) / left - 0.1
+        share = min(each / (seconds + heat), 1.0)
+        return max(seconds * share, _LEAST_SECONDS), max(heat * share, 0.3)
+
+    def _compared(self, entry: Mapping[str, Any], case: Case, mode: str) -> dict[str, Any]:
+        """Compare ours with the best peer and with the ceiling."""
+        kernels: Mapping[str, Any] = entry["kernels"]
+        made: dict[str, Any] = {}
+        for key, suffix in (("us", ""), ("us_anew", "_anew")) if mode == "burst" else (("us", ""),):
+            times = {
+                name: each[key]["median"] if mode == "burst" else each[key]
+                for name, each in kernels.items()
+                if key in each
+            }
+            ours = times.pop(OURS)
+            best = min(times, key=lambda name: times[name], default=None)
+            made[f"best_peer{suffix}"] = best
+            made[f"ratio{suffix}"] = None if best is None else times[best] / ours
+        if mode == "sustained":
+            spent = {name: each["nJ_per_token"] for name, each in kernels.items() if each.get("nJ_per_token")}
+            mine = spent.pop(OURS, None)
+            made["energy_ratio"] = mine / min(spent.values()) if mine and spent else None
+        ceilings = self.result["ceilings"]
+        if ceilings and mode == "burst":
+            manifest = self.mla.manifest
+            size = 2 * case.tokens * manifest.d_qk
+            stream = min(ceilings["read_stream"], key=lambda each: abs(each["bytes"] - size))["GBps"]
+            made["of_read_stream"] = kernels[OURS]["GBps"] / stream
+            made["of_gemm"] = kernels[OURS]["TFLOPs"] / ceilings["gemm"]["TFLOPs"]
+        return made
+
+
+# More than twice the L2 of any GPU that the kernels run on.
+_CACHE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class _Cache:
+    cache: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+
+class _Fatal:
+    """Turns a fault of the device into a BenchError that says where, with everything saved."""
+
+    def __init__(self, session: Session, what: str) -> None:
+        self._session, self._what = session, what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and (is_fatal(error) or isinstance(error, BenchError)):
+            reason = f"{self._what}: {error if isinstance(error, BenchError) else one_line(error)}"
+            self._session.result["stopped"] = reason
+            self._session._keep()
+            raise BenchError(reason) from error
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether a CUDA context is of no use after an error: a fault of a kernel stays for good."""
+    text = str(error).lower()
+    faults = ("illegal memory access", "misaligned address", "launch failure", "illegal instruction", "illegal address")
+    return any(fault in text for fault in faults)
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
+    """Give 1 - 2 sum(xy) / sum(x^2 + y^2) and the largest difference of an element; NaN where either holds one."""
+    x, y = got.double().flatten(), want.double().flatten()
+    squares = float((x * x + y * y).sum())
+    cosine = 1 - 2 * float((x * y).sum()) / squares if squares else float("nan")
+    return cosine, float((x - y).abs().max())
+
+
+def _finite(value: float) -> float | None:
+    # JSON knows neither NaN nor infinities.
+    return value if math.isfinite(value) else None
+
+
+def _sustained_json(held: Sustained) -> dict[str, Any]:
+    return {
+        "us": held.us,
+        "measured_seconds": held.seconds,
+        "watts": held.watts,
+        "mhz": held.mhz,
+        "throttle_reasons": list(held.reasons),
+    }
+
+
+def _power_words(held: Sustained) -> str:
+    if held.watts is None or held.mhz is None:
+        return "no power readings"
+    why = f" ({', '.join(held.reasons)})" if held.reasons else ""
+    return f"{held.watts:.0f} W, {held.mhz:.0f} MHz{why}"
+
+
+# ---- Words -----------------------------------------------------------------------------------------------------------
+
+
+def describe_case(entry: Mapping[str, Any]) -> Iterator[str]:
+    """Give the lines that a run prints for a case, one for each kernel; `x ours` is its time in units of ours."""
+    case = Case(entry["b"], entry["s_k"], entry["h"], entry["s_q"])
+    kernels: Mapping[str, Any] = entry["kernels"]
+    yield f"{entry['suite']}: {case}"
+    ours = kernels[OURS]["us"]
+    for name, each in kernels.items():
+        if "us" not in each:
+            yield f"  {name:<14} not timed: {each['reason']}"
+        elif isinstance(each["us"], Mapping):
+            us = each["us"]
+            anew = f"{each['us_anew']['median']:8.1f}" if "us_anew" in each else "       -"
+            marks = "" if each["launch"] == "graph" else "  plain launches"
+            marks += "  anew: with the host" if each.get("launch_anew") == "host" else ""
+            marks += f"  anew: {each['reason_anew']}" if "reason_anew" in each else ""
+            yield (
+                f"  {name:<14} {us['median']:8.1f} us ({us['q1']:.1f} to {us['q3']:.1f})  anew {anew}  "
+                f"{each['TFLOPs']:5.0f} TFLOP/s  {each['GBps']:5.0f} GB/s  {us['median'] / ours['median']:.3f} x ours"
+                f"{marks}"
+            )
+        else:
+            power = "" if each["watts"] is None else f"  {each['watts']:4.0f} W  {each['mhz']:4.0f} MHz"
+            nj = "" if each["nJ_per_token"] is None else f"  {each['nJ_per_token']:4.0f} nJ/token"
+            why = f"  {', '.join(each['throttle_reasons'])}" if each["throttle_reasons"] else ""
+            yield (
+                f"  {name:<14} {each['us']:8.1f} us  {each['TFLOPs']:5.0f} TFLOP/s  {each['GBps']:5.0f} GB/s"
+                f"{power}{nj}  {each['us'] / ours:.3f} x ours{why}"
+            )
+
+
+def summarise(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Give geometric means of the ratios to the best peer of each point, by suite and rows, and who won where."""
+    summary: dict[str, Any] = {}
+    for mode in ("burst", "sustained"):
+        groups: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
+        for entry in result[mode]:
+            groups.setdefault((entry["suite"], entry["h"], entry["s_q"]), []).append(entry)
+        summary[mode] = [
+            {"suite": suite, "h": h, "s_q": s_q, **_group_summary(entries, mode)}
+            for (suite, h, s_q), entries in groups.items()
+        ]
+    return summary
+
+
+def _group_summary(entries: Sequence[Mapping[str, Any]], mode: str) -> dict[str, Any]:
+    def values(key: str) -> list[float]:
+        return [entry[key] for entry in entries if entry.get(key) is not None]
+
+    ratios = values("ratio")
+    made: dict[str, Any] = {
+        "cases": len(entries),
+        "ratio": geometric_mean(ratios),
+        "least_ratio": min(ratios, default=None),
+        "wins": sum(ratio >= 1 for ratio in ratios),
+        "losses": sum(ratio < 1 for ratio in ratios),
+    }
+    if mode == "burst":
+        made["ratio_anew"] = geometric_mean(values("ratio_anew"))
+        made["of_read_stream"] = geometric_mean(values("of_read_stream"))
+        made["of_gemm"] = geometric_mean(values("of_gemm"))
+    else:
+        made["energy_ratio"] = geometric_mean(values("energy_ratio"))
+    return made
