@@ -55,7 +55,7 @@ def test_shipped_decode_kernel(folder: Path) -> None:
     assert report.static_smem == 0
     assert report.sass is not None
     manifest = mlaforge.read_manifest(folder)
-    # Scores of the first tile and of the others; P V of 16 tokens at a time, as wide as registers and subtiles allow. Of
+    # Scores of the first tile and of the others; P V of 16 tokens at a time, as wide as possible. Of
     # 512 columns the last 96 are the scores' warpgroup's, before the scores or behind them.
     products = {512: 3 + 2 * 2, 256: 1}[manifest.d_v]
     assert report.sass["HGMMA"] == 2 * manifest.d_qk // 16 + 4 * products

@@ -180,30 +180,30 @@ def test_slots_that_no_request_has(problem: Problem) -> None:
     assert unowned_slots({"kv_cache": cache}) is None
 
 
-@pytest.fixture
-def broken_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MLA:
+@pytest.fixture(scope="module")
+def broken_tail(tmp_path_factory: pytest.TempPathFactory) -> MLA:
     """Kernels for pages of 16 tokens that leave the rows of V behind a request's last token as they are."""
     from mlaforge_generator.plan import make_plan
     from mlaforge_generator.render import render
     from mlaforge_generator.spec import load_spec
 
-    monkeypatch.setenv("MLAFORGE_CACHE_DIR", str(tmp_path / "cache"))
-    spec = tmp_path / "spec.yaml"
+    folder = tmp_path_factory.mktemp("broken")
+    spec = folder / "spec.yaml"
     spec.write_text(
         "name: broken\n"
         "model: {num_attention_heads: 16, kv_lora_rank: 256, qk_nope_head_dim: 64, qk_rope_head_dim: 32,"
         " v_head_dim: 64}\n"
         "cache: {page_size: 16}\n"
     )
-    folder = tmp_path / "generated"
-    folder.mkdir()
     for name, text in render(make_plan(load_spec(spec))).items():
         (folder / name).write_text(text)
     text = (folder / "tile.cuh").read_text()
     line = "      store_shared_zero16(tile + sub * (Rows * 128) + first_row * 128 + i * 16);\n"
     assert line in text
     (folder / "tile.cuh").write_text(text.replace(line, ""))
-    return mlaforge.load(folder, device="sim")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLAFORGE_CACHE_DIR", str(folder / "cache"))
+        return mlaforge.load(folder, device="sim")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -916,7 +916,8 @@ class Machine {
       group.issued.push_back({where, a, b, n, accumulate});
     } else {
       const Together& other = group.issued[at];
-      if (place(other.where) != place(where) || other.a != a || other.b != b || other.n != n || other.accumulate != accumulate) {
+      const bool same_place = other.where.line() == where.line() && other.where.file_name() == where.file_name();
+      if (!same_place || other.a != a || other.b != b || other.n != n || other.accumulate != accumulate) {
         fail(where, "the warps of a warpgroup issue different wgmma: this one, and another the one at %s", place(other.where).c_str());
       }
     }
