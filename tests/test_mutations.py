@@ -16,6 +16,11 @@ import pytest
 import mlaforge
 from mlaforge.simulator import SimulatorOptions
 from mlaforge.verify import Problem, run_problem
+from mlaforge_generator.emit import write_folder
+from mlaforge_generator.plan import make_plan
+from mlaforge_generator.render import render
+from mlaforge_generator.resources import find_spec
+from mlaforge_generator.spec import Spec, load_spec
 
 GENERATED = Path(__file__).parents[1] / "generated"
 SPEC = "deepseek_v3"
@@ -180,9 +185,18 @@ SMALL_PROBLEMS = (
 )
 
 
-@pytest.mark.parametrize("folder", distinct_kernels(), ids=lambda folder: folder.name)
-def test_the_unbroken_kernels_pass_random_schedules(folder: Path) -> None:
+def plain_kernel(into: Path) -> Path:
+    """The schedule that no shipped spec chooses: generate it for the pair of the mutations."""
+    tree = load_spec(find_spec(SPEC)).model_dump(exclude_none=True)
+    tree["kernels"]["decode"]["schedule"] = "plain"
+    write_folder(into, render(make_plan(Spec.model_validate(tree))))
+    return into
+
+
+@pytest.mark.parametrize("folder", [*distinct_kernels(), None], ids=lambda folder: folder.name if folder else "plain")
+def test_the_unbroken_kernels_pass_random_schedules(folder: Path | None, tmp_path: Path) -> None:
     """More than 200 in all; the combine kernel takes part in a third of them."""
+    folder = folder or plain_kernel(tmp_path / "plain")
     mla = mlaforge.load(folder, device="sim")
     for seed in range(SCHEDULES_EACH):
         mode, problem = MODES[seed % 3], SMALL_PROBLEMS[seed // 3 % len(SMALL_PROBLEMS)]
