@@ -182,11 +182,11 @@ def test_generate_check_and_drift(tmp_path: Path) -> None:
 
     kernel = out / "deepseek_v3" / "decode.cu"
     text = kernel.read_text()
-    kernel.write_text(text.replace("kStages = 2", "kStages = 3"))
+    kernel.write_text(text.replace("kStages = 3", "kStages = 4"))
     drift = run("generate", "deepseek_v3", "kimi_k3", "-o", out, "--check")
     assert drift.exit_code == 1 and "mlaforge generate" in drift.stderr
-    assert re.search(r"^-constexpr int kStages = 3", drift.stdout, re.MULTILINE)
-    assert re.search(r"^\+constexpr int kStages = 2", drift.stdout, re.MULTILINE)
+    assert re.search(r"^-constexpr int kStages = 4", drift.stdout, re.MULTILINE)
+    assert re.search(r"^\+constexpr int kStages = 3", drift.stdout, re.MULTILINE)
     assert "kimi_k3" not in drift.stderr
     assert run("generate", "deepseek_v3", "-o", out).exit_code == 0 and kernel.read_text() == text
 
