@@ -25,7 +25,6 @@ from mlaforge.bench.cases import SUITES, Case, Stats, choose_suites, geometric_m
 from mlaforge.bench.machine import EnergyTable, Machine, StreamShape, energy_source, measure_energy, operand_bytes
 from mlaforge.bench.peers import PEERS, Problem, Run, one_line
 from mlaforge.bench.power import Nvml, NvmlError, Reading, frequent_reasons, mean_watts, sustain
-from mlaforge.bench.report import tables
 from mlaforge.bench.roofline import to_svg
 from mlaforge.bench.session import OURS, BenchError, Options, Session, difference
 from mlaforge.bench.timing import Launch, Timed
@@ -33,6 +32,7 @@ from mlaforge.compiler import compile_kernel
 from mlaforge.reference import decode_reference
 from mlaforge.simulator import Simulator, SimulatorOptions
 from mlaforge_generator import cli
+from mlaforge_generator.bench_tables import bench_tables
 from mlaforge_generator.cost import decode_energy
 from mlaforge_generator.target import H200, EnergyModel
 from test_verify import one_thread as one_thread
@@ -506,7 +506,7 @@ def test_a_run_from_peers_to_plots(fakes: dict[str, Any], monkeypatch: pytest.Mo
     from rich.console import Console
 
     console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
-    for part in tables(result):
+    for part in bench_tables(result, OURS):
         console.print(part)
     text = console.export_text()
     for words in ("best peer", "Not timed", "not built for", "(predicted)", "flashinfer", "nJ/token", "power cap"):
@@ -572,7 +572,7 @@ def test_without_peers_there_is_no_ratio() -> None:
     entry = session.result["burst"][0]
     assert entry["best_peer"] is None and entry["ratio"] is None
     assert session.result["summary"]["burst"][0]["ratio"] is None
-    assert list(tables(session.result)) and to_svg(session.result) is not None
+    assert list(bench_tables(session.result, OURS)) and to_svg(session.result) is not None
     assert to_svg({**session.result, "burst": []}) is None
 
 

@@ -97,6 +97,7 @@ struct Schedule {
 
   // Number of parts that hold a block of the request which begins at `start` on the line, in this part. Of `*this` in
   // shared memory, for a role that has no registers for it.
+  static constexpr int kBytes = 20;
   MLAFORGE_DEVICE void store(smem_t at) const {
     const int32_t words[4] = {part / group * span, part % group, cut, more};
     store_shared_v4(at, words);

@@ -79,11 +79,15 @@ constexpr float kSlack = 8.f;
 
 using Policy = SchedulePolicy<kTokens, 5, 1, 3>;
 
+// Behind how the requests are cut: how many of the last tokens of a request no row of the tile sees.
+constexpr int kOffsetHidden = kOffsetSchedule + Schedule<Policy>::kBytes;
+
 // Addresses from the base of shared memory: of buffers, and of the mbarriers.
 MLAFORGE_DEVICE smem_t tile_at(smem_t base, int stage) { return base + kOffsetTiles + stage * (kSubtilesV * kSubtileBytes); }
 MLAFORGE_DEVICE smem_t rope_at(smem_t base, int stage) { return base + kOffsetRope + stage * (kSubtilesRope * kSubtileBytes); }
 MLAFORGE_DEVICE smem_t p_at(smem_t base, int stage) { return base + kOffsetP + stage * kProbabilityBytes; }
 MLAFORGE_DEVICE smem_t factors_at(smem_t base, int stage) { return base + kOffsetFactors + stage * (4 * kRows); }
+MLAFORGE_DEVICE int stage_before(int stage) { return stage > 0 ? stage - 1 : kStages - 1; }
 MLAFORGE_DEVICE smem_t item_at(smem_t base, int stage) { return base + kOffsetItems + stage * 32; }
 MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 230048 + 8 * i; }  // 5: a tile, of K or of Q, has landed
 MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 230088 + 8 * i; }  // 5: the 4 warps that multiply with it have read it
@@ -111,7 +115,7 @@ struct Target {
 
 // One role's way through the items. Each of its threads arrives for itself when it has read what it needs.
 struct ItemReader {
-  Ring<kItems> ring;
+  Ring ring{kItems};
 
   // The next item; false when there is none.
   MLAFORGE_DEVICE bool next(smem_t base, Item& item) {
@@ -137,7 +141,7 @@ struct ItemReader {
 // Walks the part's requests ahead of the other roles, and leaves behind which of them goes on in the next part.
 // By one thread.
 MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk, int32_t* split_info) {
-  Ring<kItems> ring;
+  Ring ring{kItems};
   store_split(split_info, walk.part, -1, 0);
   WorkItem work;
 #pragma unroll 1
@@ -146,7 +150,7 @@ MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk, int32_t* s
       store_split(split_info, walk.part, work.request,
                   Schedule<Policy>::splits(base + kOffsetSchedule, work.start, work.len));
     }
-    const int kv_end = RowTile<Config>::border(work.len, load_shared_s32(base + kOffsetSchedule + 20));
+    const int kv_end = RowTile<Config>::border(work.len, load_shared_s32(base + kOffsetHidden));
     const int blocks = needed_end<Config>(work, kv_end) - work.block_begin;
     mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);
     const int32_t words[4] = {blocks > 0 ? blocks : 0, work.block_begin, kv_end, work.len};
@@ -166,7 +170,7 @@ MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk, int32_t* s
 
 // Q first, as a tile of its own, then the tiles of K: of both the columns of V.
 MLAFORGE_DEVICE void load_tiles(smem_t base, const TensorMap& q_map, const KvSource& kv, const RowTile<Config>& tile) {
-  Ring<kStages> ring;
+  Ring ring{kStages};
   ItemReader reader;
   Item item;
 #pragma unroll 1
@@ -193,8 +197,8 @@ MLAFORGE_DEVICE void load_tiles(smem_t base, const TensorMap& q_map, const KvSou
 // The same of the columns behind V. Those of Q stay where they land until the item's last scores.
 MLAFORGE_DEVICE void load_ropes(smem_t base, const TensorMap& q_map, const KvSource& kv, const RowTile<Config>& tile,
                                 int ropes) {
-  RingOf ring{ropes};
-  Ring<1> query;
+  Ring ring{ropes};
+  Ring query{1};
   ItemReader reader;
   Item item;
 #pragma unroll 1
@@ -231,7 +235,7 @@ MLAFORGE_DEVICE void load_query(smem_t tile, uint32_t (&q)[kStepsV][4]) {
 }
 
 // S = Q K^T. The columns behind V are waited for when it is their turn: their buffers are few, and so they come late.
-MLAFORGE_DEVICE void issue_scores(smem_t base, int tile, const RingOf& rope, const uint32_t (&q)[kStepsV][4],
+MLAFORGE_DEVICE void issue_scores(smem_t base, int tile, const Ring& rope, const uint32_t (&q)[kStepsV][4],
                                   float (&s)[kTokens / 2]) {
   const uint64_t k = wgmma_descriptor(tile_at(base, tile), 16, 1024);
 #pragma unroll
@@ -294,10 +298,10 @@ MLAFORGE_DEVICE void load_factors(smem_t base, int stage, float (&factor)[2]) {
 
 MLAFORGE_DEVICE void score(smem_t base, const RowTile<Config>& tile, const Output& o, float scale_log2,
                            int ropes, int exchanges) {
-  Ring<kStages> ring;
-  RingOf exchange{exchanges};
-  RingOf rope{ropes};
-  Ring<1> query;
+  Ring ring{kStages};
+  Ring exchange{exchanges};
+  Ring rope{ropes};
+  Ring query{1};
   ItemReader reader;
   uint32_t q[kStepsV][4];
   float s[kTokens / 2];
@@ -386,8 +390,8 @@ MLAFORGE_DEVICE void score(smem_t base, const RowTile<Config>& tile, const Outpu
 // ---- Values ------------------------------------------------------------------------------------------------------
 
 MLAFORGE_DEVICE void accumulate(smem_t base, const RowTile<Config>& tile, const Output& o, int exchanges) {
-  Ring<kStages> ring;
-  RingOf exchange{exchanges};
+  Ring ring{kStages};
+  Ring exchange{exchanges};
   ItemReader reader;
   float acc[kRest / 2];
   Item item;
@@ -476,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const RowTile<Config> tile{row_tile * kRows, s_q * heads_per_kv, s_q, heads_per_kv, kv_head, kv_heads * heads_per_kv, causal};
   if (threadIdx.x == 0) {
     schedule.store(base + kOffsetSchedule);
-    store_shared_s32(base + kOffsetSchedule + 20, tile.hidden(kRows - 1));
+    store_shared_s32(base + kOffsetHidden, tile.hidden(kRows - 1));
   }
   __syncthreads();
   const Output output{static_cast<unsigned char*>(out), out_stride_b, out_stride_s, out_stride_h, lse, partial_out, partial_lse};

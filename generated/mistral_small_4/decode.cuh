@@ -9,20 +9,10 @@
 
 namespace mlaforge {
 
-// A ring of buffers, seen by one role: the buffer to use next and the parity of its phase, in one register.
-template <int Count>
+// A ring of `count` buffers, seen by one role: the buffer to use next and the parity of its phase, in one register.
 struct Ring {
-  int at = 0;  // counts through two rounds, one of each parity
-
-  MLAFORGE_DEVICE int stage() const { return at < Count ? at : at - Count; }
-  MLAFORGE_DEVICE int phase() const { return at < Count ? 0 : 1; }
-  MLAFORGE_DEVICE void advance() { at = at + 1 < 2 * Count ? at + 1 : 0; }
-};
-
-// The same with a number of buffers that is known only when the kernel runs.
-struct RingOf {
   int count;
-  int at = 0;
+  int at = 0;  // counts through two rounds, one of each parity
 
   MLAFORGE_DEVICE int stage() const { return at < count ? at : at - count; }
   MLAFORGE_DEVICE int phase() const { return at < count ? 0 : 1; }

@@ -951,9 +951,9 @@ def _first_line(source: Path) -> str:
 
 def _predict(manifest: Manifest, case: Case) -> dict[str, Any]:
     """Say what the planner expects of our kernel."""
-    target, decode = TARGETS[manifest.target], manifest.decode
+    decode = manifest.decode
     energy = decode_energy(
-        target,
+        TARGETS[manifest.target],
         d_qk=manifest.d_qk,
         d_v=manifest.d_v,
         tile_rows=decode.tile_rows,
@@ -962,10 +962,8 @@ def _predict(manifest: Manifest, case: Case) -> dict[str, Any]:
         context=case.s_k,
         rows=case.rows,
     )
-    padded = -(-case.rows // decode.tile_rows) * decode.tile_rows
-    compute = 2 * case.tokens * padded * (manifest.d_qk + manifest.d_v) / target.matrix_rate
     return {
-        "floor_us": 1e6 * max(case.bytes(manifest.d_qk, manifest.d_v) / target.read_bandwidth, compute),
+        "floor_us": energy.floor_us,
         "us": energy.us,
         "TFLOPs": energy.tflops,
         "GBps": energy.gbps,
@@ -981,13 +979,15 @@ def _show_bench(session: Session, output: Path) -> None:
 
     from rich.console import Console
 
-    from mlaforge.bench.report import tables
     from mlaforge.bench.roofline import to_svg
+    from mlaforge.bench.session import OURS
+
+    from .bench_tables import bench_tables
 
     result = session.result
     text = io.StringIO()
     console = Console(file=text, highlight=False, width=_BENCH_WIDTH)
-    for part in tables(result):
+    for part in bench_tables(result, OURS):
         console.print(part)
     click.echo(text.getvalue())
     _replace(output / "bench.txt", text.getvalue())

@@ -123,6 +123,8 @@ class DecodeEnergy:
     """Useful."""
     gbps: float
     """The cache once, q and out."""
+    floor_us: float
+    """Of a call, were there no power cap: as in DecodeCost."""
     bound: Literal["memory", "compute", "power"]
     """What decides the rate."""
 
@@ -187,6 +189,7 @@ def decode_energy(
         us=1e6 * tokens / rate,
         tflops=2 * rows * (d_qk + d_v) * rate * 1e-12,
         gbps=(cache_bytes + io_bytes) / tokens * rate * 1e-9,
+        floor_us=1e6 * tokens / min(rates["memory"], rates["compute"]),
         bound=bound,
     )
 

@@ -44,24 +44,24 @@ class Tile:
     """Cached tokens in a stage."""
     stages: int
     """Tiles in shared memory at once."""
-    rope_stages: int
-    """The same of the columns behind V alone, which are done with as soon as the scores are."""
-    items: int
-    """Items of work that are known ahead; 1 where every role finds its own."""
-    exchanges: int
-    """Tiles of P in shared memory."""
-    shared: bool
-    """One buffer is the second of either, P or the columns behind V, as the kernel chooses."""
-    strip: int
-    """Columns of O that the warpgroup of the scores accumulates, the last ones, where the rest has one of its own."""
-    readers: int
-    """Warpgroups that multiply P with a tile."""
     subtiles: int
     """Subtiles of 64 columns in a row of K; the last may be part zeros."""
     rope_subtiles: int
     """Those of them behind V."""
     box_tokens: int
     """Tokens that one TMA copy brings."""
+    rope_stages: int
+    """The same as stages of the columns behind V alone, which are done with as soon as the scores are."""
+    readers: int = 2
+    """Warpgroups that multiply P with a tile."""
+    items: int = 1
+    """Items of work that are known ahead; 1 where every role finds its own."""
+    exchanges: int = 1
+    """Tiles of P in shared memory."""
+    shared: bool = False
+    """One buffer is the second of either, P or the columns behind V, as the kernel chooses."""
+    strip: int = 0
+    """Columns of O that the warpgroup of the scores accumulates, the last ones, where the rest has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -270,20 +270,6 @@ def make_plan(spec: Spec) -> Plan:
         choices.append(Choice("kernels.decode.stages", str(stages), why))
 
     chosen = _ARRANGEMENTS[schedule](spec, rows, tokens, stages)
-    tile = Tile(
-        rows=rows,
-        tokens=tokens,
-        stages=stages,
-        rope_stages=chosen.rope_stages,
-        items=chosen.items,
-        exchanges=chosen.exchanges,
-        shared=chosen.shared,
-        strip=chosen.strip,
-        readers=chosen.readers,
-        subtiles=_subtiles(spec),
-        rope_subtiles=_subtiles(spec) - spec.d_v // SUBTILE_COLUMNS,
-        box_tokens=min(spec.cache.page_size, tokens),
-    )
     element = {"bf16": "Bf16", "fp16": "Fp16"}[spec.cache.dtype]
     decode = DecodePlan(
         spec_name=spec.name,
@@ -295,14 +281,18 @@ def make_plan(spec: Spec) -> Plan:
         d_qk=spec.d_qk,
         d_v=spec.d_v,
         page_size=spec.cache.page_size,
-        tile=tile,
+        tile=chosen.tile,
         smem=SmemMap(chosen.regions, chosen.total, target.smem_per_block),
-        mbarriers=_placed(chosen),
+        mbarriers=chosen.mbarriers,
         named_barriers=chosen.named_barriers,
         tensor_maps=(
             TensorMap("q_map", "q", ("d_qk", "s_q x heads_per_kv", "kv_heads", "b"), (64, rows, 1, 1), 128),
             TensorMap(
-                "kv_map", "kv_cache", ("d_qk", "page_size", "kv_heads", "num_blocks"), (64, tile.box_tokens, 1, 1), 128
+                "kv_map",
+                "kv_cache",
+                ("d_qk", "page_size", "kv_heads", "num_blocks"),
+                (64, chosen.tile.box_tokens, 1, 1),
+                128,
             ),
         ),
         roles=chosen.roles,
@@ -370,6 +360,14 @@ def _subtiles(spec: Spec) -> int:
     return -(-spec.d_qk // SUBTILE_COLUMNS)
 
 
+def _rope_subtiles(spec: Spec) -> int:
+    return _subtiles(spec) - spec.d_v // SUBTILE_COLUMNS
+
+
+def _box_tokens(spec: Spec, tokens: int) -> int:
+    return min(spec.cache.page_size, tokens)
+
+
 def _shape_problems(spec: Spec) -> list[Problem]:
     problems = []
     if spec.d_v not in D_V_CHOICES:
@@ -397,12 +395,7 @@ def _shape_problems(spec: Spec) -> list[Problem]:
 class _Arrangement:
     """What a schedule makes of a spec and a tile: shared memory, barriers and warps."""
 
-    rope_stages: int
-    items: int
-    exchanges: int
-    shared: bool
-    strip: int
-    readers: int
+    tile: Tile
     regions: tuple[SmemRegion, ...]
     mbarriers: tuple[Mbarrier, ...]
     named_barriers: tuple[NamedBarrier, ...]
@@ -435,18 +428,27 @@ class _Regions:
         offset = self.placed[-1].offset + self.placed[-1].size if self.placed else 0
         self.placed.append(SmemRegion(name, constant, offset, size * count, what, count))
 
-    def finish(self, mbarriers: tuple[Mbarrier, ...], warps: int) -> tuple[SmemRegion, ...]:
+    def finish(
+        self, mbarriers: tuple[Mbarrier, ...], roles: tuple[WarpRole, ...]
+    ) -> tuple[tuple[SmemRegion, ...], tuple[Mbarrier, ...]]:
+        """Place the mbarriers and the scratch; give all regions, and the mbarriers with their places."""
         self.place(
             "barriers",
             "kOffsetBarriers",
             8 * sum(each.count for each in mbarriers),
             "mbarriers, in the order of the plan",
         )
+        offset = self.placed[-1].offset
+        placed = []
+        for group in mbarriers:
+            placed.append(replace(group, offset=offset))
+            offset += 8 * group.count
         (p,) = (region for region in self.placed if region.name == "P")
+        warps = sum(role.warps for role in roles)
         scratch = SmemRegion(
             "scratch", "kOffsetScratch", p.offset, 4 * (3 * warps + 2), "prefix sums, extremes", alias_of="P"
         )
-        return (*self.placed, scratch)
+        return (*self.placed, scratch), tuple(placed)
 
 
 def _plain(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
@@ -455,7 +457,7 @@ def _plain(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     # With 40 and 232 NVRTC 13.5 spills in the producer, with these neither it nor 13.0 anywhere.
     producer, consumer = 56, 224
     subtiles = _subtiles(spec)
-    mbarriers = (
+    mbarriers: tuple[Mbarrier, ...] = (
         Mbarrier("full", stages, 1, subtiles * tokens * LINE, "a tile of K has landed"),
         Mbarrier("empty", stages, 8, 0, "the 8 consumer warps have read it"),
         Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
@@ -477,14 +479,10 @@ def _plain(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     regions.place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, f"probabilities of a tile, {rows} x {tokens}")
     regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled")
     regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut")
+    placed, mbarriers = regions.finish(mbarriers, roles)
     return _Arrangement(
-        rope_stages=stages,
-        items=1,
-        exchanges=1,
-        shared=False,
-        strip=0,
-        readers=2,
-        regions=regions.finish(mbarriers, sum(role.warps for role in roles)),
+        tile=Tile(rows, tokens, stages, subtiles, _rope_subtiles(spec), _box_tokens(spec, tokens), rope_stages=stages),
+        regions=placed,
         mbarriers=mbarriers,
         named_barriers=(NamedBarrier("kTailBarrier", 1, 2, 128, "a warpgroup has cleared its half of a last tile"),),
         roles=roles,
@@ -517,15 +515,14 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
     strip = max(0, spec.d_v - (240 - 24 - 8) * 128 // rows // 32 * 32)
     loaders, scores, values = (24, 240, 240) if strip else (56, 216, 232)
     readers = 2 if strip else 1
-    subtiles_v = spec.d_v // SUBTILE_COLUMNS
-    subtiles_rope = _subtiles(spec) - subtiles_v
+    subtiles_v, subtiles_rope = spec.d_v // SUBTILE_COLUMNS, _rope_subtiles(spec)
     ropes = (
         Mbarrier("rope_full", rope_stages, 1, subtiles_rope * tokens * LINE, "a tile's columns behind V have landed"),
         Mbarrier("rope_empty", rope_stages, 4, 0, "the 4 warps of the scores have read them"),
         Mbarrier("q_rope_full", 1, 1, subtiles_rope * rows * LINE, "those of Q have landed"),
         Mbarrier("q_rope_empty", 1, 4, 0, "the item's last scores are done"),
     )
-    mbarriers = (
+    mbarriers: tuple[Mbarrier, ...] = (
         Mbarrier("full", stages, 1, subtiles_v * tokens * LINE, "a tile, of K or of Q, has landed"),
         Mbarrier("empty", stages, 4 * readers, 0, f"the {4 * readers} warps that multiply with it have read it"),
         *(ropes if subtiles_rope else ()),
@@ -576,14 +573,23 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
     ]
     if strip:
         uses.insert(3, RegisterUse("scores", f"O, {rows} x {strip} float32", rows * strip // 128))
+    placed, mbarriers = regions.finish(mbarriers, roles)
     return _Arrangement(
-        rope_stages=rope_stages,
-        items=items,
-        exchanges=exchanges,
-        shared=shared,
-        strip=strip,
-        readers=readers,
-        regions=regions.finish(mbarriers, sum(role.warps for role in roles)),
+        tile=Tile(
+            rows,
+            tokens,
+            stages,
+            _subtiles(spec),
+            subtiles_rope,
+            _box_tokens(spec, tokens),
+            rope_stages,
+            readers=readers,
+            items=items,
+            exchanges=exchanges,
+            shared=shared,
+            strip=strip,
+        ),
+        regions=placed,
         mbarriers=mbarriers,
         named_barriers=(NamedBarrier("kScoresBarrier", 1, 1, 128, "the scores' warpgroup among itself"),),
         roles=roles,
@@ -597,15 +603,6 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
 
 
 _ARRANGEMENTS: dict[str, _Arrange] = {"plain": _plain, "skewed": _skewed}
-
-
-def _placed(arrangement: _Arrangement) -> tuple[Mbarrier, ...]:
-    (offset,) = (region.offset for region in arrangement.regions if region.name == "barriers")
-    placed = []
-    for group in arrangement.mbarriers:
-        placed.append(replace(group, offset=offset))
-        offset += 8 * group.count
-    return tuple(placed)
 
 
 _MIN_STAGES = {"plain": 1, "skewed": 2}
@@ -625,12 +622,11 @@ def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target) -
 
 def _schedule(spec: Spec, rows: int, tokens: int, target: Target) -> tuple[str, str]:
     """Choose a schedule and say why. If none can serve the spec, choose the one whose error helps most."""
-    if _stages(spec, "skewed", rows, tokens, target) is not None:
-        return "skewed", "the fastest there is"
-    least = _MIN_STAGES["skewed"]
-    asked = spec.kernels.decode.stages
-    small = _skewed(spec, rows, tokens, least).fits(target.smem_per_block)
-    if small and asked != "auto" and asked >= least:
+    least, asked = _MIN_STAGES["skewed"], spec.kernels.decode.stages
+    fewer_would_do = (
+        asked != "auto" and asked >= least and _skewed(spec, rows, tokens, least).fits(target.smem_per_block)
+    )
+    if fewer_would_do or _stages(spec, "skewed", rows, tokens, target) is not None:
         return "skewed", "the fastest there is"
     return "plain", f"skewed needs {least} stages of shared memory"
 

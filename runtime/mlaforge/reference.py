@@ -199,3 +199,10 @@ def cosine(x: torch.Tensor, y: torch.Tensor) -> float:
     """Give the cosine of the angle between two tensors taken as vectors, worked out in float64."""
     x, y = x.double().flatten(), y.double().flatten()
     return float(x @ y / (x.norm() * y.norm()))
+
+
+def cosine_difference(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Give 1 - 2 sum(xy) / sum(x^2 + y^2), worked out in float64; 0 of zeros."""
+    x, y = x.double().flatten(), y.double().flatten()
+    squares = float((x * x + y * y).sum())
+    return 1 - 2 * float((x * y).sum()) / squares if squares else 0.0

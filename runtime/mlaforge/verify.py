@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from mlaforge.manifest import Manifest
-from mlaforge.reference import decode_reference
+from mlaforge.reference import cosine_difference, decode_reference
 
 OUT_ABS_TOLERANCE = 8e-4
 OUT_REL_TOLERANCE = 2.01 / 128
@@ -428,8 +428,7 @@ def _difference(
     used = torch.minimum(distance / abs_tolerance, distance / (y.abs() + 1e-6) / rel_tolerance)
     if (used >= 1).any():
         failures.append(f"{name}: {_where(used >= 1, x, y)} beyond the tolerance")
-    squares = float((x * x + y * y).sum())
-    cosine = 1 - 2 * float((x * y).sum()) / squares if squares else 0.0
+    cosine = cosine_difference(x, y)
     if cosine >= cosine_tolerance:
         failures.append(f"{name}: cosine difference {cosine:.2e}, allowed {cosine_tolerance:.0e}")
     largest, most = (float(each.max()) if each.numel() else 0.0 for each in (distance, used))

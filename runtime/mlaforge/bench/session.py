@@ -25,6 +25,7 @@ from mlaforge.bench.peers import PEERS, Peer, PeerError, Prepared, Problem, Run,
 from mlaforge.bench.power import Meter, Sustained, sustain
 from mlaforge.bench.timing import Device, Launch, Timed, sleep
 from mlaforge.decode import DTYPES
+from mlaforge.reference import cosine_difference
 from mlaforge.verify import Decoder
 
 FORMAT = 1
@@ -493,10 +494,9 @@ def is_fatal(error: BaseException) -> bool:
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
-    """Give 1 - 2 sum(xy) / sum(x^2 + y^2) and the largest difference of an element; NaN where either holds one."""
-    x, y = got.double().flatten(), want.double().flatten()
-    squares = float((x * x + y * y).sum())
-    cosine = 1 - 2 * float((x * y).sum()) / squares if squares else float("nan")
+    """Give the cosine difference, NaN if all is zero, and the largest difference of an element; NaN of NaN."""
+    x, y = got.double(), want.double()
+    cosine = cosine_difference(x, y) if bool(x.any() or y.any()) else float("nan")
     return cosine, float((x - y).abs().max())
 
 

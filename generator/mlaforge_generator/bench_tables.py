@@ -1,23 +1,27 @@
-"""A result as tables for a person."""
+"""The result of a bench as tables for a person."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mlaforge.bench.session import OURS
+from .tables import table
 
 
-def tables(result: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Give the tables of a result, as far as it goes: machine, burst, sustained, energy, peers without a figure."""
+def bench_tables(result: Mapping[str, Any], ours: str) -> Iterator[RenderableType]:
+    """Give the tables of a result, as far as it goes: machine, burst, sustained, energy, peers without a figure.
+
+    Args:
+        result: as `mlaforge.bench.session` makes it.
+        ours: the name that our kernels have in it.
+    """
     yield _machine(result)
     if result["burst"]:
-        yield _burst(result["burst"])
+        yield _burst(result["burst"], ours)
         yield _summary(
             "Against the best peer of each point: geometric means",
             ("ratio", "least_ratio", "ratio_anew", "of_read_stream", "of_gemm"),
@@ -25,7 +29,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[RenderableType]:
             result["summary"].get("burst", ()),
         )
     if result["sustained"]:
-        yield _sustained(result["sustained"])
+        yield _sustained(result["sustained"], ours)
         yield _summary(
             "Sustained, against the best peer",
             ("ratio", "least_ratio", "energy_ratio"),
@@ -45,24 +49,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[RenderableType]:
         }
     )
     if missing or refused:
-        yield _table("Not timed", ("peer", "reason"), dict.fromkeys((*missing, *refused)))
-
-
-def _table(title: str, columns: Iterable[str], rows: Iterable[Sequence[object]], caption: str | None = None) -> Table:
-    made = Table(
-        title=Text(f"\n{title}"),
-        caption=caption and Text(caption),
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
-        title_style="bold",
-        pad_edge=False,
-    )
-    for column in columns:
-        made.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left")
-    for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
-    return made
+        yield table("Not timed", ("peer", "reason"), dict.fromkeys((*missing, *refused)))
 
 
 def _ratio(value: float | None) -> Text:
@@ -97,26 +84,26 @@ def _machine(result: Mapping[str, Any]) -> Table:
         rate = f"{each['TFLOPs']:.0f} TFLOP/s" if "TFLOPs" in each else f"{each['GBps']:,.0f} GB/s"
         rows.append((f"sustained {name}", f"{rate}, {_figure(each['watts'])} W, {_figure(each['mhz'])} MHz"))
     rows.append(("seconds of the run", result["seconds"]))
-    return _table(f"{result['spec']['name']} on this machine", ("what", "value"), rows)
+    return table(f"{result['spec']['name']} on this machine", ("what", "value"), rows)
 
 
 def _case(entry: Mapping[str, Any]) -> tuple[object, ...]:
     return entry["b"], f"{entry['s_k']:,}", entry["h"], entry["s_q"]
 
 
-def _burst(entries: Sequence[Mapping[str, Any]]) -> Table:
+def _burst(entries: Sequence[Mapping[str, Any]], ours: str) -> Table:
     rows = []
     for entry in entries:
-        ours = entry["kernels"][OURS]
+        own = entry["kernels"][ours]
         best = entry["best_peer"]
         predicted = entry["predicted"] or {}
         rows.append(
             (
                 *_case(entry),
-                f"{ours['us']['median']:.1f}",
-                f"{ours['us']['q1']:.1f}..{ours['us']['q3']:.1f}",
-                f"{ours['TFLOPs']:.0f}",
-                f"{ours['GBps']:,.0f}",
+                f"{own['us']['median']:.1f}",
+                f"{own['us']['q1']:.1f}..{own['us']['q3']:.1f}",
+                f"{own['TFLOPs']:.0f}",
+                f"{own['GBps']:,.0f}",
                 _figure(predicted.get("floor_us"), 1),
                 _share(entry.get("of_read_stream")),
                 _share(entry.get("of_gemm")),
@@ -127,7 +114,7 @@ def _burst(entries: Sequence[Mapping[str, Any]]) -> Table:
             )
         )
     columns = ("b>", "s_k>", "h>", "s_q>", "us>", "quartiles>", "TFLOP/s>", "GB/s>", "floor>", "stream>", "GEMM>")
-    return _table(
+    return table(
         "Burst: time of a call on the GPU, split and combine, L2 overwritten before each",
         (*columns, "best peer", "us>", "ratio>", "planning>"),
         rows,
@@ -136,10 +123,10 @@ def _burst(entries: Sequence[Mapping[str, Any]]) -> Table:
     )
 
 
-def _sustained(entries: Sequence[Mapping[str, Any]]) -> Table:
+def _sustained(entries: Sequence[Mapping[str, Any]], ours: str) -> Table:
     rows = []
     for entry in entries:
-        ours = entry["kernels"][OURS]["us"]
+        own_us = entry["kernels"][ours]["us"]
         timed = {name: each for name, each in entry["kernels"].items() if "us" in each}
         for name, each in timed.items():
             rows.append(
@@ -151,7 +138,7 @@ def _sustained(entries: Sequence[Mapping[str, Any]]) -> Table:
                     _figure(each["watts"]),
                     _figure(each["mhz"]),
                     _figure(each["nJ_per_token"]),
-                    "" if name == OURS else _ratio(each["us"] / ours),
+                    "" if name == ours else _ratio(each["us"] / own_us),
                     ", ".join(each["throttle_reasons"]),
                 )
             )
@@ -170,7 +157,7 @@ def _sustained(entries: Sequence[Mapping[str, Any]]) -> Table:
                 )
             )
     columns = ("b>", "s_k>", "h>", "s_q>", "kernel", "TFLOP/s>", "GB/s>", "W>", "MHz>", "nJ/token>", "ratio>", "clock")
-    return _table(
+    return table(
         "Sustained: seconds of calls back to back",
         columns,
         rows,
@@ -190,7 +177,7 @@ def _summary(title: str, keys: Sequence[str], columns: Sequence[str], groups: Se
         )
         for group in groups
     ]
-    return _table(title, ("suite", "h>", "s_q>", *columns, "wins>", "losses>"), rows)
+    return table(title, ("suite", "h>", "s_q>", *columns, "wins>", "losses>"), rows)
 
 
 def _plain_or_ratio(key: str, value: float | None) -> object:
@@ -199,7 +186,7 @@ def _plain_or_ratio(key: str, value: float | None) -> object:
 
 
 def _energy(energy: Mapping[str, Any]) -> Table:
-    return _table(
+    return table(
         "Energy of single operations, above static power",
         ("operation", "nJ>", "W>", "MHz>", "per second>"),
         (
