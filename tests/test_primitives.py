@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from mlaforge.compiler import CompiledKernel, compile_kernel
-from mlaforge.launch import Cuda, CudaKernel, LaunchTensor, TensorMapShape
+from mlaforge.launch import Cuda, CudaKernel, DefinedTensor, LaunchTensor, TensorMapShape
 from mlaforge.manifest import Parameter
-from mlaforge.simulator import MODES, DefinedTensor, SimulatedKernel, SimulationError, Simulator, SimulatorOptions
+from mlaforge.simulator import MODES, SimulatedKernel, SimulationError, Simulator, SimulatorOptions
 
 ROOT = Path(__file__).parents[1]
 KERNELS = sorted(path.name for path in (ROOT / "tests" / "primitives").glob("*.cu"))

@@ -16,7 +16,7 @@ from hypothesis import given
 
 from mlaforge.manifest import read_manifest
 from mlaforge_generator import render as render_module
-from mlaforge_generator.plan import CombinePlan, DecodePlan, Plan, make_plan
+from mlaforge_generator.plan import DecodePlan, Plan, make_plan
 from mlaforge_generator.render import render
 from mlaforge_generator.resources import find_spec, spec_dir, template_dir
 from mlaforge_generator.spec import Spec, load_spec
@@ -101,11 +101,10 @@ def plain_plan() -> Plan:
     [
         lambda: [plan_of("deepseek_v3").decode, plan_of("mistral_small_4").decode],
         lambda: [plain_plan().decode],
-        lambda: [plan_of().combine],
     ],
-    ids=["skewed", "plain", "combine"],
+    ids=["skewed", "plain"],
 )
-def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | CombinePlan]]) -> None:
+def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan]]) -> None:
     kernels = choose()
     text = (template_dir() / kernels[0].template).read_text(encoding="utf-8")
     name = r"\b((?:plan|region|barrier|group|limit|parameter)\.[\w.]+)"
@@ -113,7 +112,7 @@ def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | Co
     assert len(variables) > 5
     environment = render_module._environment()
 
-    def renders(text: str, kernel: DecodePlan | CombinePlan) -> bool:
+    def renders(text: str, kernel: DecodePlan) -> bool:
         try:
             environment.from_string(text).render(plan=kernel, banner="")
         except UNDEFINED:
@@ -162,21 +161,25 @@ def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
     for file, text in render(plan).items():
         (tmp_path / file).write_text(text, encoding="utf-8")
     manifest = read_manifest(tmp_path)
-    decode, combine = plan.decode, plan.combine
+    decode, kernel = plan.decode, manifest.decode
     assert manifest.name == plan.spec.name and manifest.target == plan.target.arch
     assert manifest.softmax_scale == plan.softmax_scale
     assert (manifest.d_qk, manifest.d_v) == (decode.d_qk, decode.d_v)
     assert (manifest.cache.dtype, manifest.cache.page_size) == (plan.spec.cache.dtype, plan.spec.cache.page_size)
     assert dict(manifest.model) == plan.spec.model.model_dump()
     assert manifest.tensor_parallel == plan.spec.tensor_parallel
-    assert manifest.decode.smem_bytes == decode.smem.total and manifest.decode.threads == decode.launch.threads
-    assert (manifest.decode.tile_rows, manifest.decode.tile_tokens) == (decode.tile.rows, decode.tile.tokens)
-    assert manifest.decode.boxes == {each.tensor: each.box for each in decode.tensor_maps}
-    assert manifest.combine.threads == combine.threads and manifest.combine.rows_per_block == combine.rows_per_block
-    assert manifest.combine.parts_per_block == combine.parts_per_block
-    for kernel, maps in ((manifest.decode, 2), (manifest.combine, 0)):
-        text = kernel.source.read_text(encoding="utf-8")
-        parameters = [(parameter.ctype, parameter.name) for parameter in kernel.parameters]
-        assert signature(text, kernel.entry)[maps:] == parameters
-        bounds = re.search(r"__launch_bounds__\((\d+)", text)
-        assert bounds and int(bounds[1]) == kernel.threads
+    assert kernel.smem_bytes == decode.smem.total and kernel.threads == decode.launch.threads
+    assert (kernel.tile_rows, kernel.tile_tokens) == (decode.tile.rows, decode.tile.tokens)
+    assert kernel.boxes == {each.tensor: each.box for each in decode.tensor_maps}
+    assert kernel.max_parts == decode.max_parts
+    text = kernel.source.read_text(encoding="utf-8")
+    parameters = [(parameter.ctype, parameter.name) for parameter in kernel.parameters]
+    assert signature(text, kernel.entry)[2:] == parameters
+    bounds = re.search(r"__launch_bounds__\((\d+)", text)
+    assert bounds and int(bounds[1]) == kernel.threads
+
+
+def test_parts_share_a_request_as_far_as_the_merge_has_room() -> None:
+    text = (template_dir() / "device" / "merge.cuh").read_text(encoding="utf-8")
+    warps, loads = (int(re.search(rf"{name} = (\d+);", text)[1]) for name in ("kMergeWarps", "kMergeLoads"))  # type: ignore[index]
+    assert warps * loads == plan_of().decode.max_parts

@@ -160,6 +160,15 @@ MLAFORGE_DEVICE void load_shared_v4(smem_t a, int32_t (&v)[4]) {
 MLAFORGE_DEVICE void store_shared_v4(smem_t a, const int32_t (&v)[4]) {
   asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
+MLAFORGE_DEVICE void load_shared_v4(smem_t a, float (&v)[4]) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"(a)
+               : "memory");
+}
+MLAFORGE_DEVICE void store_shared_v4(smem_t a, const float (&v)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(a), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
 // 16 bytes of zeros; `a` is a multiple of 16.
 MLAFORGE_DEVICE void store_shared_zero16(smem_t a) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(a), "r"(0) : "memory");
@@ -390,19 +399,22 @@ MLAFORGE_DEVICE int cluster_size() {
 // The barrier of all threads of the cluster, in two halves. A block must not end while others may still reach for its
 // shared memory.
 MLAFORGE_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+// The same where nothing but mbarriers that were initialised needs to be seen by the others.
+MLAFORGE_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 MLAFORGE_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 MLAFORGE_DEVICE void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
 
-// Arrives at the mbarrier that lies at `bar` in the block of this rank, which may be one's own.
+// Arrives at the mbarrier that lies at `bar` in the block of this rank, which may be one's own. It says that a buffer was
+// read; plain writes are not handed over to another block: that order would take a fence of the whole GPU.
 MLAFORGE_DEVICE void mbarrier_arrive_remote(smem_t bar, int rank) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}\n" ::"r"(bar),
       "r"(rank)
       : "memory");

@@ -19,6 +19,8 @@ SUBTILE_COLUMNS = 64
 """Columns of a subtile: 128 bytes, the longest line that TMA and WGMMA swizzle."""
 SMEM_ALIGNMENT = 1024
 """An atom of the 128-byte swizzle."""
+MAX_PARTS = 144
+"""Parts of the grid, kMaxSplits of merge.cuh; no Hopper GPU has more SMs."""
 MAX_STAGES = 6
 """More stages than this were never needed to keep the memory busy."""
 D_V_CHOICES = (128, 256, 384, 512)
@@ -154,6 +156,7 @@ class Launch:
 
     threads: int
     grid: tuple[str, ...]
+    """Blocks, all of which run at the same time."""
     register_limits: tuple[RegisterLimit, ...]
 
 
@@ -165,8 +168,8 @@ class SchedulePolicy:
     """What a request costs beside its blocks."""
     snap_blocks: int
     """A cut this close to an end of a request moves there."""
-    min_part_cost: int
-    """No part gets less: a small batch uses fewer parts than the GPU has room for."""
+    min_part_blocks: int
+    """What a part gets at least, on average: a small batch uses fewer parts than the GPU has room for."""
 
 
 @dataclass(frozen=True)
@@ -201,25 +204,8 @@ class DecodePlan:
     registers: tuple[RegisterUse, ...]
     launch: Launch
     schedule: SchedulePolicy
-    parameters: tuple[Parameter, ...]
-
-
-@dataclass(frozen=True)
-class CombinePlan:
-    """Merges the partial results of split requests."""
-
-    template: str
-    file: str
-    entry: str
-    element: str
-    d_v: int
-    tile_rows: int
-    rows_per_block: int
-    columns_per_warp: int
-    parts_per_block: int
-    """Parts whose split request a block merges, if one begins there."""
-    threads: int
-    grid: tuple[str, ...]
+    max_parts: int
+    """Parts that can share a request: merge.cuh has room for no more."""
     parameters: tuple[Parameter, ...]
 
 
@@ -231,7 +217,6 @@ class Plan:
     target: Target
     softmax_scale: float
     decode: DecodePlan
-    combine: CombinePlan
     choices: tuple[Choice, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -241,7 +226,6 @@ class Plan:
             "target": asdict(self.target),
             "softmax_scale": self.softmax_scale,
             "decode": asdict(self.decode),
-            "combine": asdict(self.combine),
             "choices": [asdict(choice) for choice in self.choices],
         }
 
@@ -299,28 +283,14 @@ def make_plan(spec: Spec) -> Plan:
         registers=chosen.registers,
         launch=Launch(
             threads=sum(role.warps for role in chosen.roles) * 32,
-            grid=("ceil(s_q * heads_per_kv / tile_rows) * kv_heads", "max(SMs / grid.x, 1)"),
+            grid=("ceil(s_q * heads_per_kv / tile_rows) * kv_heads", f"max(min(SMs / grid.x, {MAX_PARTS}), 1)"),
             register_limits=chosen.register_limits,
         ),
-        schedule=SchedulePolicy(fixed_overhead_blocks=5, snap_blocks=1, min_part_cost=3),
+        schedule=SchedulePolicy(fixed_overhead_blocks=5, snap_blocks=1, min_part_blocks=1),
+        max_parts=MAX_PARTS,
         parameters=_DECODE_PARAMETERS,
     )
-    rows_per_block, columns_per_warp = 4, 128
-    combine = CombinePlan(
-        template="kernels/combine.cu.j2",
-        file="combine.cu",
-        entry="mla_combine",
-        element=element,
-        d_v=spec.d_v,
-        tile_rows=rows,
-        rows_per_block=rows_per_block,
-        columns_per_warp=columns_per_warp,
-        parts_per_block=4,
-        threads=rows_per_block * spec.d_v // columns_per_warp * 32,
-        grid=("tile_rows / rows_per_block", "decode grid.x", "ceil((decode grid.y - 1) / parts_per_block)"),
-        parameters=_COMBINE_PARAMETERS,
-    )
-    return Plan(spec, target, spec.softmax_scale, decode, combine, tuple(choices))
+    return Plan(spec, target, spec.softmax_scale, decode, tuple(choices))
 
 
 _OUT_STRIDES = tuple(Parameter(f"out_stride_{dim}", "long long") for dim in "bsh")
@@ -333,7 +303,7 @@ _DECODE_PARAMETERS = (
     Parameter("lse", "float*"),
     Parameter("partial_out", "float*"),
     Parameter("partial_lse", "float*"),
-    Parameter("split_info", "int*"),
+    Parameter("arrivals", "int*"),
     Parameter("batch", "int"),
     Parameter("s_q", "int"),
     Parameter("heads_per_kv", "int"),
@@ -341,18 +311,6 @@ _DECODE_PARAMETERS = (
     Parameter("table_width", "int"),
     Parameter("causal", "int"),
     Parameter("scale_log2", "float"),
-)
-_COMBINE_PARAMETERS = (
-    Parameter("partial_out", "const float*"),
-    Parameter("partial_lse", "const float*"),
-    Parameter("split_info", "const int*"),
-    Parameter("out", "void*"),
-    *_OUT_STRIDES,
-    Parameter("lse", "float*"),
-    Parameter("s_q", "int"),
-    Parameter("heads_per_kv", "int"),
-    Parameter("row_tiles", "int"),
-    Parameter("last_part", "int"),
 )
 
 
@@ -479,12 +437,17 @@ def _plain(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     regions.place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, f"probabilities of a tile, {rows} x {tokens}")
     regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled")
     regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut")
+    regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
     placed, mbarriers = regions.finish(mbarriers, roles)
     return _Arrangement(
         tile=Tile(rows, tokens, stages, subtiles, _rope_subtiles(spec), _box_tokens(spec, tokens), rope_stages=stages),
         regions=placed,
         mbarriers=mbarriers,
-        named_barriers=(NamedBarrier("kTailBarrier", 1, 2, 128, "a warpgroup has cleared its half of a last tile"),),
+        named_barriers=(
+            NamedBarrier("kTailBarrier", 1, 2, 128, "a warpgroup has cleared its half of a last tile"),
+            NamedBarrier("kMergeBarrier", 3, 1, 256, "the warpgroups, merging"),
+            NamedBarrier("kSplitsBarrier", 4, 1, 288, "the producer has written what the part shares"),
+        ),
         roles=roles,
         registers=(
             RegisterUse("warpgroup 0", f"O, {rows} x {spec.d_v // 2} float32", rows * spec.d_v // 2 // 128),
@@ -562,6 +525,7 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
     regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled", exchanges)
     regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut, and what the mask hides")
     regions.place("items", "kOffsetItems", 32, f"{items} items of work", items)
+    regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
     uses = [
         RegisterUse("scores", "addresses and loops; accumulators begin at R24", 24),
         RegisterUse("scores", f"Q, {rows} x {spec.d_v} 16-bit", rows * spec.d_v // 256),
@@ -591,7 +555,10 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
         ),
         regions=placed,
         mbarriers=mbarriers,
-        named_barriers=(NamedBarrier("kScoresBarrier", 1, 1, 128, "the scores' warpgroup among itself"),),
+        named_barriers=(
+            NamedBarrier("kScoresBarrier", 1, 1, 128, "the scores' warpgroup among itself"),
+            NamedBarrier("kMergeBarrier", 2, 1, 256, "the scores' and the values' warpgroups, merging"),
+        ),
         roles=roles,
         registers=tuple(uses),
         register_limits=(

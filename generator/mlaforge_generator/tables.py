@@ -61,7 +61,7 @@ def plan_tables(
     plan: Plan, costs: Sequence[DecodeCost], sizes: Sequence[CacheSize], workload: str
 ) -> Iterator[RenderableType]:
     """Give a plan section by section. `workload` says in words what `sizes` were worked out for."""
-    spec, decode, combine, target = plan.spec, plan.decode, plan.combine, plan.target
+    spec, decode, target = plan.spec, plan.decode, plan.target
     yield Text(summary(plan), style="bold")
     yield Text(f"softmax_scale {plan.softmax_scale:.6f}; target {target.arch}, {target.name}, {target.sms} SMs\n")
     if plan.choices:
@@ -109,18 +109,15 @@ def plan_tables(
     yield table(
         "Launch",
         ("kernel", "threads>", "grid"),
-        (
-            (decode.entry, decode.launch.threads, ", ".join(decode.launch.grid)),
-            (combine.entry, combine.threads, ", ".join(combine.grid)),
-        ),
+        ((decode.entry, decode.launch.threads, ", ".join(decode.launch.grid)),),
     )
     policy = decode.schedule
     yield Text("\nSplit scheme", style="bold")
     yield Text(
         f"Requests lie on a line, each its {decode.tile.tokens}-token blocks + {policy.fixed_overhead_blocks} long. "
-        f"The line is cut evenly over grid.y parts, none shorter than {policy.min_part_cost}. A cut within "
-        f"{policy.snap_blocks} of a request's end moves there, any other splits the request, whose pieces the second "
-        "kernel merges. Each block works this out from cache_seqlens.\n"
+        f"The line is cut evenly over grid.y parts of {policy.min_part_blocks} block or more. A cut within "
+        f"{policy.snap_blocks} of a request's end moves there, any other splits the request: the parts that share it "
+        "merge their results. Each block works this out from cache_seqlens.\n"
     )
     yield table(
         f"Decode calls on {target.read_bandwidth / 1e12:.2f} TB/s and {target.matrix_rate / 1e12:.0f} TFLOP/s",

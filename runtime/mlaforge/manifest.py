@@ -53,6 +53,8 @@ class DecodeKernel:
     tile_rows: int
     tile_tokens: int
     fixed_overhead_blocks: int
+    max_parts: int
+    """Parts that can share a request."""
     boxes: Mapping[str, tuple[int, ...]]
     """TMA box of each tensor, elements, innermost first."""
     regions: tuple[SmemRegion, ...]
@@ -61,18 +63,6 @@ class DecodeKernel:
     """Names by offset."""
     roles: tuple[WarpRole, ...]
     """Of all warps of a block, in order."""
-    parameters: tuple[Parameter, ...]
-
-
-@dataclass(frozen=True)
-class CombineKernel:
-    """The combine kernel's launch facts."""
-
-    source: Path
-    entry: str
-    threads: int
-    rows_per_block: int
-    parts_per_block: int
     parameters: tuple[Parameter, ...]
 
 
@@ -99,12 +89,11 @@ class Manifest:
     d_qk: int
     d_v: int
     decode: DecodeKernel
-    combine: CombineKernel
 
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files to compile."""
-        return (self.decode.source, self.combine.source)
+        return (self.decode.source,)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -130,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
-    decode, combine = data["decode"], data["combine"]
+    decode = data["decode"]
     return Manifest(
         folder=folder,
         name=str(data["name"]),
@@ -149,6 +138,7 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
             tile_rows=int(decode["tile_rows"]),
             tile_tokens=int(decode["tile_tokens"]),
             fixed_overhead_blocks=int(decode["fixed_overhead_blocks"]),
+            max_parts=int(decode["max_parts"]),
             boxes={name: tuple(map(int, box)) for name, box in decode["boxes"].items()},
             regions=tuple(
                 SmemRegion(str(item["name"]), int(item["offset"]), int(item["size"])) for item in decode["regions"]
@@ -156,14 +146,6 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
             mbarriers={int(item["offset"]): str(item["name"]) for item in decode["mbarriers"]},
             roles=tuple(WarpRole(str(item["name"]), int(item["warps"])) for item in decode["roles"]),
             parameters=_parameters(decode["parameters"]),
-        ),
-        combine=CombineKernel(
-            source=_source(folder, combine["file"]),
-            entry=str(combine["entry"]),
-            threads=int(combine["threads"]),
-            rows_per_block=int(combine["rows_per_block"]),
-            parts_per_block=int(combine["parts_per_block"]),
-            parameters=_parameters(combine["parameters"]),
         ),
     )
 

@@ -265,13 +265,27 @@ inline float load_shared_f32(smem_t a, Where where = Where::current()) { return 
 inline void store_shared_f32(smem_t a, float v, Where where = Where::current()) { sim::store_shared(a, v, where); }
 inline int32_t load_shared_s32(smem_t a, Where where = Where::current()) { return sim::load_shared<int32_t>(a, where); }
 inline void store_shared_s32(smem_t a, int32_t v, Where where = Where::current()) { sim::store_shared(a, v, where); }
-inline void load_shared_v4(smem_t a, int32_t (&v)[4], Where where = Where::current()) {
-  if (a % 16 != 0) sim::machine->fail(where, "an access of 16 bytes off its border");
-  for (int i = 0; i < 4; ++i) v[i] = sim::load_shared<int32_t>(a + 4 * i, where);
+namespace sim {
+template <class T>
+void load_shared_v4(smem_t a, T (&v)[4], const Where& where) {
+  if (a % 16 != 0) machine->fail(where, "an access of 16 bytes off its border");
+  for (int i = 0; i < 4; ++i) v[i] = load_shared<T>(a + 4 * i, where);
 }
+template <class T>
+void store_shared_v4(smem_t a, const T (&v)[4], const Where& where) {
+  if (a % 16 != 0) machine->fail(where, "an access of 16 bytes off its border");
+  for (int i = 0; i < 4; ++i) store_shared(a + 4 * i, v[i], where);
+}
+}  // namespace sim
+inline void load_shared_v4(smem_t a, int32_t (&v)[4], Where where = Where::current()) {
+  sim::load_shared_v4(a, v, where);
+}
+inline void load_shared_v4(smem_t a, float (&v)[4], Where where = Where::current()) { sim::load_shared_v4(a, v, where); }
 inline void store_shared_v4(smem_t a, const int32_t (&v)[4], Where where = Where::current()) {
-  if (a % 16 != 0) sim::machine->fail(where, "an access of 16 bytes off its border");
-  for (int i = 0; i < 4; ++i) sim::store_shared(a + 4 * i, v[i], where);
+  sim::store_shared_v4(a, v, where);
+}
+inline void store_shared_v4(smem_t a, const float (&v)[4], Where where = Where::current()) {
+  sim::store_shared_v4(a, v, where);
 }
 inline void store_shared_zero16(smem_t a, Where where = Where::current()) {
   std::memset(sim::machine->plain(a, 16, true, where), 0, 16);
@@ -615,9 +629,10 @@ void bulk_wait_read(Where where = Where::current()) {
 
 // ---- Clusters
 
-inline int cluster_rank() { return sim::machine->home().rank; }
+inline int cluster_rank() { return sim::machine->cluster_rank(); }
 inline int cluster_size() { return sim::machine->cluster_size(); }
-inline void cluster_arrive(Where where = Where::current()) { sim::machine->arrive_cluster(where); }
+inline void cluster_arrive(Where where = Where::current()) { sim::machine->arrive_cluster(true, where); }
+inline void cluster_arrive_relaxed(Where where = Where::current()) { sim::machine->arrive_cluster(false, where); }
 inline void cluster_wait(Where where = Where::current()) { sim::machine->wait_cluster(where); }
 inline void cluster_sync(Where where = Where::current()) {
   cluster_arrive(where);
