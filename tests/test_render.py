@@ -174,7 +174,15 @@ def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
     assert manifest.decode.boxes == {each.tensor: each.box for each in decode.tensor_maps}
     assert manifest.combine.threads == combine.threads and manifest.combine.rows_per_block == combine.rows_per_block
     assert manifest.combine.parts_per_block == combine.parts_per_block
-    for kernel, maps in ((manifest.decode, 2), (manifest.combine, 0)):
+    assert list(manifest.kernels) == [each.name for each in plan.kernels]
+    for planned in plan.kernels:
+        entry = manifest.kernels[planned.name]
+        assert (entry.entry, entry.threads, entry.smem_bytes) == (planned.entry, planned.threads, planned.smem_bytes)
+        assert entry.boxes == planned.boxes and entry.constants == planned.constants
+        assert manifest.dynamic_smem[entry.source] == planned.smem_bytes
+    assert set(manifest.dynamic_smem) == set(manifest.sources)
+    others = [(kernel, len(kernel.boxes)) for kernel in manifest.kernels.values()]
+    for kernel, maps in ((manifest.decode, 2), (manifest.combine, 0), *others):
         text = kernel.source.read_text(encoding="utf-8")
         parameters = [(parameter.ctype, parameter.name) for parameter in kernel.parameters]
         assert signature(text, kernel.entry)[maps:] == parameters

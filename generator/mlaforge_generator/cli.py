@@ -375,10 +375,6 @@ def _compile(folders: Sequence[Path]) -> list[tuple[Manifest, CompiledKernel]]:
         raise _Usage(f"{error.filename}: can't be read: {error.strerror}") from None
 
 
-def _dynamic_smem(manifest: Manifest, kernel: CompiledKernel) -> int:
-    return manifest.decode.smem_bytes if kernel.source == manifest.decode.source else 0
-
-
 def _compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
     return {
         "spec": manifest.name,
@@ -388,7 +384,7 @@ def _compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
         "cache_hit": kernel.cache_hit,
         "seconds": dict(kernel.seconds),
         "versions": dict(kernel.versions),
-        "dynamic_smem": _dynamic_smem(manifest, kernel),
+        "dynamic_smem": manifest.dynamic_smem[kernel.source],
         "smem_limit": TARGETS[manifest.target].smem_per_block,
         "kernels": [
             {**dataclasses.asdict(report), "serialized": report.serialized} for report in kernel.kernels.values()
@@ -417,7 +413,7 @@ def _compile_tables(compiled: Sequence[tuple[Manifest, CompiledKernel]]) -> Iter
                     bad_unless_zero(report.spill_stores + report.spill_loads),
                     bad_unless_zero(report.stack_frame),
                     f"{report.static_smem:,}",
-                    f"{_dynamic_smem(manifest, kernel):,}",
+                    f"{manifest.dynamic_smem[kernel.source]:,}",
                     sass.get("HGMMA", 0),
                     sass.get("UTMALDG", 0),
                     Text("serialised", style="bold red")

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .errors import Problem, SpecError
+from .kernel_plan import ELEMENT_BYTES, ELEMENTS, Choice, KernelPlan, Parameter
+from .kernels import plan_kernels
 from .spec import Spec
 from .target import TARGETS, Target
 
-ELEMENT_BYTES = 2
-"""Bytes of a bf16 or fp16 element."""
 SUBTILE_COLUMNS = 64
 """Columns of a subtile: 128 bytes, the longest line that TMA and WGMMA swizzle."""
 SMEM_ALIGNMENT = 1024
@@ -23,15 +23,6 @@ MAX_STAGES = 6
 """More stages than this were never needed to keep the memory busy."""
 D_V_CHOICES = (128, 256, 384, 512)
 """Widths of V whose halves are multiples of a subtile and a WGMMA shape."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A field that was left to the planner."""
-
-    field: str
-    value: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -133,14 +124,6 @@ class WarpRole:
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A kernel parameter after the tensor maps, in order."""
-
-    name: str
-    ctype: str
-
-
-@dataclass(frozen=True)
 class RegisterLimit:
     """Registers of a thread while its warpgroup plays a role."""
 
@@ -232,6 +215,8 @@ class Plan:
     softmax_scale: float
     decode: DecodePlan
     combine: CombinePlan
+    kernels: tuple[KernelPlan, ...]
+    """The kernels beside those two; see kernels.py."""
     choices: tuple[Choice, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -242,6 +227,7 @@ class Plan:
             "softmax_scale": self.softmax_scale,
             "decode": asdict(self.decode),
             "combine": asdict(self.combine),
+            "kernels": {kernel.name: asdict(kernel) for kernel in self.kernels},
             "choices": [asdict(choice) for choice in self.choices],
         }
 
@@ -270,7 +256,7 @@ def make_plan(spec: Spec) -> Plan:
         choices.append(Choice("kernels.decode.stages", str(stages), why))
 
     chosen = _ARRANGEMENTS[schedule](spec, rows, tokens, stages)
-    element = {"bf16": "Bf16", "fp16": "Fp16"}[spec.cache.dtype]
+    element = ELEMENTS[spec.cache.dtype]
     decode = DecodePlan(
         spec_name=spec.name,
         schedule_name=schedule,
@@ -320,7 +306,9 @@ def make_plan(spec: Spec) -> Plan:
         grid=("tile_rows / rows_per_block", "decode grid.x", "ceil((decode grid.y - 1) / parts_per_block)"),
         parameters=_COMBINE_PARAMETERS,
     )
-    return Plan(spec, target, spec.softmax_scale, decode, combine, tuple(choices))
+    kernels = plan_kernels(spec, target)
+    choices += [choice for kernel in kernels for choice in kernel.choices]
+    return Plan(spec, target, spec.softmax_scale, decode, combine, kernels, tuple(choices))
 
 
 _OUT_STRIDES = tuple(Parameter(f"out_stride_{dim}", "long long") for dim in "bsh")

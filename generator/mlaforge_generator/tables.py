@@ -112,6 +112,7 @@ def plan_tables(
         (
             (decode.entry, decode.launch.threads, ", ".join(decode.launch.grid)),
             (combine.entry, combine.threads, ", ".join(combine.grid)),
+            *((kernel.entry, kernel.threads, ", ".join(kernel.grid)) for kernel in plan.kernels),
         ),
     )
     policy = decode.schedule
