@@ -232,7 +232,7 @@ def test_unpack(machine: Machine) -> None:
         assert torch.equal(half[~nan].view(torch.int32), want[~nan].view(torch.int32))
 
 
-def test_approximate_exponential_logarithm_and_root(machine: Machine) -> None:
+def test_approximate_math(machine: Machine) -> None:
     x = torch.cat([torch.linspace(-130, 130, 4001), hard_floats()[:2048], torch.logspace(-37, 37, 999)])
     special = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0, -0.0, 1.0, -1.0, 2.0**-130, -200.0, 128.0, 2.0**100])
     x = torch.cat([x, special])
@@ -240,11 +240,11 @@ def test_approximate_exponential_logarithm_and_root(machine: Machine) -> None:
         "approx.cu",
         "approx",
         inputs=[x],
-        outputs=[blank(3 * len(x) + 2, dtype=torch.float32)],
+        outputs=[blank(4 * len(x) + 2, dtype=torch.float32)],
         scalars=[len(x)],
         threads=128,
     )
-    exponential, logarithm, root = out[:-2].view(3, -1)
+    exponential, logarithm, root, inverse = out[:-2].view(4, -1)
     tiny = torch.finfo(torch.float32).tiny
     want = x.double().exp2()
     # Below the normal numbers there is only zero, on either side.
@@ -253,6 +253,7 @@ def test_approximate_exponential_logarithm_and_root(machine: Machine) -> None:
     flushed = torch.where(x.abs() < tiny, x * 0, x).double()
     torch.testing.assert_close(logarithm.double(), flushed.log2(), rtol=2.0**-22, atol=2.0**-21, equal_nan=True)
     torch.testing.assert_close(root.double(), flushed.rsqrt(), rtol=2.0**-22, atol=0, equal_nan=True)
+    torch.testing.assert_close(inverse.double(), flushed.reciprocal(), rtol=2.0**-22, atol=tiny, equal_nan=True)
     assert exponential[-11] == 0 and exponential[-2] == torch.inf
     assert out[-2] == torch.tensor(2.0).log() and out[-1] == torch.inf
 

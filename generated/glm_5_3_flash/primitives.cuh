@@ -96,6 +96,12 @@ MLAFORGE_DEVICE float rsqrt_approx(float x) {
   return r;
 }
 
+MLAFORGE_DEVICE float reciprocal_approx(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 constexpr float kLn2 = 0.693147180559945309f;
 
 MLAFORGE_DEVICE float infinity() { return __int_as_float(0x7f800000); }

@@ -24,13 +24,13 @@ constexpr float kLog2E = 1.44269504088896341f;
 MLAFORGE_DEVICE bool has_tokens(float lse) { return lse != infinity() && lse != -infinity(); }
 
 // Weights of the two sides in a row, and its lse. NaN stays NaN.
-struct Weights {
-  float first;
-  float second;
+struct Merged {
+  float weight1;
+  float weight2;
   float lse;
 };
 
-MLAFORGE_DEVICE Weights weigh(float lse1, float lse2) {
+MLAFORGE_DEVICE Merged merged(float lse1, float lse2) {
   const float first = lse1 == infinity() ? -infinity() : lse1;
   const float second = lse2 == infinity() ? -infinity() : lse2;
   const float max = fmaxf(first, second);
@@ -38,49 +38,49 @@ MLAFORGE_DEVICE Weights weigh(float lse1, float lse2) {
   const float weight1 = exp2_approx((first - reference) * kLog2E);
   const float weight2 = exp2_approx((second - reference) * kLog2E);
   const float sum = weight1 + weight2;
-  const float factor = sum == 0.f ? 0.f : 1.f / sum;
-  return {weight1 * factor, weight2 * factor, sum == 0.f ? -infinity() : reference + log2_approx(sum) * kLn2};
+  const float factor = sum == 0.f ? 0.f : reciprocal_approx(sum);
+  return {weight1 * factor, weight2 * factor, fmaf(log2_approx(sum), kLn2, reference)};
 }
 
-// An element of the sum. What a side without tokens holds may be anything, and 0 times NaN is NaN.
-MLAFORGE_DEVICE float weighted(float x, float y, const Weights& weights, bool has1, bool has2) {
-  const float sum = has1 ? weights.first * x : 0.f;
-  return has2 ? fmaf(weights.second, y, sum) : sum;
-}
-
-// Rows are numbered in the order (b, s, head) and hold `pieces` of 16 bytes. Strides in bytes. Rows times pieces are fewer
-// than 2^31 - 2^16.
+// Rows are numbered in the order (b, s, head). Strides of `out` in pieces of 16 bytes, of `lse` in numbers. All rows have
+// fewer than 2^31 - 2^16 pieces.
 extern "C" __global__ void __launch_bounds__(256)
     mla_merge(
         const void* out1,
-        long long out1_stride_b,
-        long long out1_stride_s,
-        long long out1_stride_h,
+        int out1_stride_b,
+        int out1_stride_s,
+        int out1_stride_h,
         const float* lse1,
-        long long lse1_stride_b,
-        long long lse1_stride_h,
-        long long lse1_stride_s,
+        int lse1_stride_b,
+        int lse1_stride_h,
+        int lse1_stride_s,
         const void* out2,
-        long long out2_stride_b,
-        long long out2_stride_s,
-        long long out2_stride_h,
+        int out2_stride_b,
+        int out2_stride_s,
+        int out2_stride_h,
         const float* lse2,
-        long long lse2_stride_b,
-        long long lse2_stride_h,
-        long long lse2_stride_s,
+        int lse2_stride_b,
+        int lse2_stride_h,
+        int lse2_stride_s,
         void* out,
-        long long out_stride_b,
-        long long out_stride_s,
-        long long out_stride_h,
+        int out_stride_b,
+        int out_stride_s,
+        int out_stride_h,
         float* lse,
-        long long lse_stride_b,
-        long long lse_stride_h,
-        long long lse_stride_s,
+        int lse_stride_b,
+        int lse_stride_h,
+        int lse_stride_s,
         int rows,
+        int rows_per_warp,
         int s_q,
+        unsigned s_q_multiplier,
+        int s_q_shift,
         int heads,
+        unsigned heads_multiplier,
+        int heads_shift,
         int pieces,
-        int rows_per_warp
+        unsigned pieces_multiplier,
+        int pieces_shift
     ) {
   const int first_row = (static_cast<int>(blockIdx.x) * kWarps + warp_id()) * rows_per_warp;
   if (first_row >= rows) return;
@@ -92,39 +92,45 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const int item = 32 * i + lane_id();
-    const int r = item / pieces;
-    // A lane without a piece of its own, -1, reads the first of the last row once more and stores nothing.
-    piece[i] = r < count ? item - r * pieces : -1;
+    const int r = divided(item, pieces_multiplier, pieces_shift);
+    // A lane without a piece of its own, -1, reads one of the last row once more and stores nothing.
+    const int own = item - r * pieces;
+    piece[i] = r < count ? own : -1;
     const int row = first_row + (r < count ? r : count - 1);
-    const int token = row / heads;
+    const int token = divided(row, heads_multiplier, heads_shift);
     head[i] = row - token * heads;
-    b[i] = token / s_q;
+    b[i] = divided(token, s_q_multiplier, s_q_shift);
     s[i] = token - b[i] * s_q;
-    const int byte = piece[i] < 0 ? 0 : 16 * piece[i];
-    load_global_v4(at(out1, b[i] * out1_stride_b + s[i] * out1_stride_s + head[i] * out1_stride_h + byte), x[i]);
-    load_global_v4(at(out2, b[i] * out2_stride_b + s[i] * out2_stride_s + head[i] * out2_stride_h + byte), y[i]);
-    x_lse[i] = load_global(at(lse1, b[i] * lse1_stride_b + head[i] * lse1_stride_h + s[i] * lse1_stride_s));
-    y_lse[i] = load_global(at(lse2, b[i] * lse2_stride_b + head[i] * lse2_stride_h + s[i] * lse2_stride_s));
+    load_global_v4(
+        piece_at(out1, steps(b[i], out1_stride_b) + steps(s[i], out1_stride_s) + steps(head[i], out1_stride_h) + own), x[i]);
+    load_global_v4(
+        piece_at(out2, steps(b[i], out2_stride_b) + steps(s[i], out2_stride_s) + steps(head[i], out2_stride_h) + own), y[i]);
+    x_lse[i] = load_global(lse1 + steps(b[i], lse1_stride_b) + steps(head[i], lse1_stride_h) + steps(s[i], lse1_stride_s));
+    y_lse[i] = load_global(lse2 + steps(b[i], lse2_stride_b) + steps(head[i], lse2_stride_h) + steps(s[i], lse2_stride_s));
   }
   __syncwarp();  // whose lanes may write what others read
 
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (piece[i] < 0) continue;
-    const Weights weights = weigh(x_lse[i], y_lse[i]);
+    const Merged row = merged(x_lse[i], y_lse[i]);
     const bool has1 = has_tokens(x_lse[i]);
     const bool has2 = has_tokens(y_lse[i]);
     uint32_t sum[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
+      // What a side without tokens holds may be anything, and 0 times NaN is NaN.
+      const uint32_t of_x = has1 ? x[i][e] : 0;
+      const uint32_t of_y = has2 ? y[i][e] : 0;
       sum[e] = pack2<Element>(
-          weighted(unpack_low<Element>(x[i][e]), unpack_low<Element>(y[i][e]), weights, has1, has2),
-          weighted(unpack_high<Element>(x[i][e]), unpack_high<Element>(y[i][e]), weights, has1, has2));
+          fmaf(row.weight2, unpack_low<Element>(of_y), row.weight1 * unpack_low<Element>(of_x)),
+          fmaf(row.weight2, unpack_high<Element>(of_y), row.weight1 * unpack_high<Element>(of_x)));
     }
-    store_global_v4(at(out, b[i] * out_stride_b + s[i] * out_stride_s + head[i] * out_stride_h + 16 * piece[i]), sum[0],
-                    sum[1], sum[2], sum[3]);
+    store_global_v4(
+        piece_at(out, steps(b[i], out_stride_b) + steps(s[i], out_stride_s) + steps(head[i], out_stride_h) + piece[i]),
+        sum[0], sum[1], sum[2], sum[3]);
     if (piece[i] == 0) {
-      store_global(at(lse, b[i] * lse_stride_b + head[i] * lse_stride_h + s[i] * lse_stride_s), weights.lse);
+      store_global(lse + steps(b[i], lse_stride_b) + steps(head[i], lse_stride_h) + steps(s[i], lse_stride_s), row.lse);
     }
   }
 }

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from .errors import Problem, SpecError
 from .kernel_plan import KernelPlan
-from .memory_plan import plan_merge
+from .memory_plan import plan_append, plan_gather, plan_merge
 from .spec import Spec
 from .target import Target
 
-PLANNERS: tuple[Callable[[Spec, Target], KernelPlan], ...] = (plan_merge,)
+PLANNERS: tuple[Callable[[Spec, Target], KernelPlan], ...] = (plan_gather, plan_append, plan_merge)
 """In the order of the manifest. A planner raises SpecError where a spec can't have its kernel."""
 
 

@@ -202,6 +202,7 @@ inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std:
 inline float exp2_approx(float x) { return sim::flushed(std::exp2(sim::flushed(x))); }
 inline float log2_approx(float x) { return std::log2(sim::flushed(x)); }
 inline float rsqrt_approx(float x) { return 1.f / std::sqrt(sim::flushed(x)); }
+inline float reciprocal_approx(float x) { return sim::flushed(1.f / sim::flushed(x)); }
 constexpr float kLn2 = 0.693147180559945309f;
 inline float infinity() { return std::numeric_limits<float>::infinity(); }
 
