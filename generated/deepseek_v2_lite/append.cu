@@ -133,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 
   // The rotary parts: two pieces each time, while the latents are on their way.
-  constexpr int kPairs = kRopePieces / 2;
-  for (int i = lane_id(); i < kTokens * kPairs; i += 32) {
+  constexpr int kPairs = kRopePieces > 0 ? kRopePieces / 2 : 1;
+  for (int i = lane_id(); i < kTokens * kRopePieces / 2; i += 32) {
     const int token = first + i / kPairs;
     const int pair = i % kPairs;
     if (token >= tokens) continue;

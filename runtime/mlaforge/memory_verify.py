@@ -269,11 +269,11 @@ class GatherProblem(MemoryProblem):
         cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=device)
         seq_starts = torch.tensor(self.starts, dtype=torch.int32, device=device) if self.starts else None
         rows = borders[-1] + self.extra_rows
-        memory = torch.full((_GUARD + rows * (d_qk + 8 * self.out_padding) + _GUARD,), math.nan, device=device)
-        memory = memory.to(cache.dtype)
-        out = memory[_GUARD:-_GUARD].view(rows, -1)[:, :d_qk]
+        apart = d_qk + 8 * self.out_padding
+        memory = torch.full((_GUARD + rows * apart + _GUARD,), math.nan, dtype=cache.dtype, device=device)
+        out = memory[_GUARD:-_GUARD].view(rows, apart)[:, :d_qk]
         wanted = memory.clone()
-        of_rows = wanted[_GUARD:-_GUARD].view(rows, -1)[:, :d_qk]
+        of_rows = wanted[_GUARD:-_GUARD].view(rows, apart)[:, :d_qk]
         of_rows.copy_(gather_reference(cache, table, cu_seqlens, seq_starts, out))
         error = _error_of(lambda: mla.gather(self._passed(cache), table, cu_seqlens, seq_starts=seq_starts, out=out))
         if error is not None:
