@@ -32,6 +32,7 @@ from mlaforge_generator.plan import make_plan
 from mlaforge_generator.render import render
 from mlaforge_generator.spec import Spec, parse_spec
 from strategies import specs
+from test_verify import one_thread as one_thread
 
 GENERATED = Path(__file__).parents[1] / "generated"
 FOLDERS = sorted(path.parent for path in GENERATED.glob("*/manifest.json"))
@@ -73,8 +74,11 @@ def variant(name: str = "576") -> MLA:
 # ---- Results ---------------------------------------------------------------------------------------------------------
 
 
-# The last one's merge is the first one's.
-@pytest.mark.parametrize(("name", "kernel"), list(itertools.product(VARIANTS, KINDS))[:-1])
+# Of the last one the kernel that has more than one token for a half warp; each costs seconds of the host's compiler.
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [*itertools.product(list(VARIANTS)[:2], KINDS), ("128, no RoPE, pages of 128", "append")],
+)
 def test_random_problems(name: str, kernel: str) -> None:
     mla = variant(name)
 

@@ -32,6 +32,7 @@ from mlaforge.memory_verify import (
     verify_problems,
 )
 from mlaforge_generator import cli
+from test_verify import one_thread as one_thread
 
 GENERATED = Path(__file__).parents[1] / "generated"
 MANIFESTS = [read_manifest(GENERATED / name) for name in ("deepseek_v3", "minicpm3", "glm_5_3_flash")]

@@ -16,6 +16,8 @@ from hypothesis import given
 
 from mlaforge.manifest import read_manifest
 from mlaforge_generator import render as render_module
+from mlaforge_generator.kernel_plan import KernelPlan
+from mlaforge_generator.kernels import PLANNERS
 from mlaforge_generator.plan import CombinePlan, DecodePlan, Plan, make_plan
 from mlaforge_generator.render import render
 from mlaforge_generator.resources import find_spec, spec_dir, template_dir
@@ -102,10 +104,11 @@ def plain_plan() -> Plan:
         lambda: [plan_of("deepseek_v3").decode, plan_of("mistral_small_4").decode],
         lambda: [plain_plan().decode],
         lambda: [plan_of().combine],
+        *(lambda i=i: [plan_of().kernels[i]] for i in range(len(PLANNERS))),
     ],
-    ids=["skewed", "plain", "combine"],
+    ids=["skewed", "plain", "combine", *(planner.__name__.removeprefix("plan_") for planner in PLANNERS)],
 )
-def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | CombinePlan]]) -> None:
+def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | CombinePlan | KernelPlan]]) -> None:
     kernels = choose()
     text = (template_dir() / kernels[0].template).read_text(encoding="utf-8")
     name = r"\b((?:plan|region|barrier|group|limit|parameter)\.[\w.]+)"
@@ -113,7 +116,7 @@ def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | Co
     assert len(variables) > 5
     environment = render_module._environment()
 
-    def renders(text: str, kernel: DecodePlan | CombinePlan) -> bool:
+    def renders(text: str, kernel: DecodePlan | CombinePlan | KernelPlan) -> bool:
         try:
             environment.from_string(text).render(plan=kernel, banner="")
         except UNDEFINED:

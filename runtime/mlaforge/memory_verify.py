@@ -158,9 +158,9 @@ class MemoryProblem(ABC):
             yield changed
 
     def _cache(self, pages: int, manifest: Manifest, device: str | torch.device) -> torch.Tensor:
-        """Give a cache of NaN, (pages, page_size, d_qk), or a layer of one."""
+        """Give a cache of NaN, (pages, page_size, d_qk), or a layer of one. No result is poisoned with this NaN."""
         shape = (pages, self.cache_layers, manifest.cache.page_size, manifest.d_qk)
-        return torch.full(shape, math.nan, dtype=DTYPES[manifest.cache.dtype], device=device)[:, -1]
+        return torch.full(shape, 0x7FFF, dtype=torch.int16, device=device).view(DTYPES[manifest.cache.dtype])[:, -1]
 
     def _passed(self, cache: torch.Tensor) -> torch.Tensor:
         return cache.unsqueeze(2) if self.cache_4d else cache
