@@ -13,7 +13,7 @@ namespace mlaforge {
 
 constexpr int kPageSize = 64;  // cache.page_size
 constexpr int kPieces = 72;  // of 16 bytes in a token
-constexpr int kTokens = 4;
+constexpr int kTokens = 4;  // of a warp
 constexpr int kWarps = 256 / 32;
 constexpr int kLoads = (kTokens * kPieces + 31) / 32;  // of a lane, all in flight at once
 

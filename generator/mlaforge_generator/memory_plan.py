@@ -23,17 +23,31 @@ HALF_WARP = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherPlan(KernelPlan):
+class MemoryPlan(KernelPlan):
+    """What a kernel moves."""
+
+    unit: str
+    """What its work is counted in."""
+    unit_bytes: int
+    """Bytes that are read and written for each, tables and indices left out."""
+    units_per_warp: int
+
+    def floor_us(self, units: int, target: Target) -> float:
+        """Give the least time, microseconds: a copy of as many bytes takes it."""
+        return 1e6 * units * self.unit_bytes / target.copy_bandwidth
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherPlan(MemoryPlan):
     """Copies ranges of cached tokens out of their pages."""
 
     page_size: int
     pieces: int
     """16-byte pieces of a token."""
-    tokens_per_warp: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class AppendPlan(KernelPlan):
+class AppendPlan(MemoryPlan):
     """Writes tokens into their slots of the paged cache, normalised and rotated on the way if asked for."""
 
     element: str
@@ -48,7 +62,7 @@ class AppendPlan(KernelPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergePlan(KernelPlan):
+class MergePlan(MemoryPlan):
     """Merges two partial results of attention and their lse."""
 
     element: str
@@ -98,7 +112,9 @@ def plan_gather(spec: Spec, target: Target) -> GatherPlan:
         constants={"tokens_per_block": THREADS // 32 * tokens},
         page_size=spec.cache.page_size,
         pieces=pieces,
-        tokens_per_warp=tokens,
+        unit="token",
+        unit_bytes=2 * spec.d_qk * ELEMENT_BYTES,
+        units_per_warp=tokens,
     )
 
 
@@ -140,6 +156,9 @@ def plan_append(spec: Spec, target: Target) -> AppendPlan:
         latent_loads=loads,
         rope_pieces=spec.model.qk_rope_head_dim * ELEMENT_BYTES // PIECE,
         tokens_per_half=tokens,
+        unit="token",
+        unit_bytes=2 * spec.d_qk * ELEMENT_BYTES,
+        units_per_warp=2 * tokens,
     )
 
 
@@ -179,4 +198,8 @@ def plan_merge(spec: Spec, target: Target) -> MergePlan:
         constants={"pieces_per_warp": 32 * loads},
         element=ELEMENTS[spec.cache.dtype],
         loads=loads,
+        # The kernel takes rows of any width; those of absorbed attention are counted here, with an lse each.
+        unit=f"row of {spec.d_v}",
+        unit_bytes=3 * (spec.d_v * ELEMENT_BYTES + 4),
+        units_per_warp=32 * loads * PIECE // (spec.d_v * ELEMENT_BYTES),
     )
