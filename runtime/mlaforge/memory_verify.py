@@ -22,9 +22,8 @@ import torch
 from mlaforge.arguments import DTYPES
 from mlaforge.manifest import Manifest
 from mlaforge.memory_reference import append_reference, gather_reference, merge_reference
+from mlaforge.verify import IMPOSSIBLE_PAGE, usable
 
-IMPOSSIBLE_PAGE = 2_147_480_000
-"""What table entries hold that no token needs."""
 LOST = 2.0**-20
 """What float32 may lose of the largest number that takes part in an element, as a share of it."""
 
@@ -275,7 +274,8 @@ class GatherProblem(MemoryProblem):
         wanted = memory.clone()
         of_rows = wanted[_GUARD:-_GUARD].view(rows, apart)[:, :d_qk]
         of_rows.copy_(gather_reference(cache, table, cu_seqlens, seq_starts, out))
-        error = _error_of(lambda: mla.gather(self._passed(cache), table, cu_seqlens, seq_starts=seq_starts, out=out))
+        passed = self._passed(cache)
+        error = _error_of(lambda: mla.gather(passed, table, cu_seqlens, seq_starts=seq_starts, out=out), device)
         if error is not None:
             return Outcome(math.inf, (error,))
         return Outcome(0.0, _different("out", out, of_rows) or _different("memory beside out", memory, wanted))
@@ -379,7 +379,8 @@ class AppendProblem(MemoryProblem):
                 positions=positions,
                 cos_sin_cache=angles,
                 interleaved=self.rotate == 1 if self.rotate else None,
-            )
+            ),
+            device,
         )
         if error is not None:
             return Outcome(math.inf, (error,))
@@ -483,7 +484,7 @@ class MergeProblem(MemoryProblem):
             memory = torch.full((_GUARD + rows * self.width + _GUARD,), math.nan, dtype=dtype, device=device)
             out = memory[_GUARD:-_GUARD].view(*batch, self.tokens, self.heads, self.width)
             lse = torch.full((*batch, self.heads, self.tokens), math.nan, device=device)
-        error = _error_of(lambda: mla.merge(out1, lse1, out2, lse2, out=out, lse=lse))
+        error = _error_of(lambda: mla.merge(out1, lse1, out2, lse2, out=out, lse=lse), device)
         if error is not None:
             return Outcome(math.inf, (error,))
         of_out = _rounded("out", out, reference, largest, dtype)
@@ -545,12 +546,12 @@ def random_problems(manifest: Manifest, count: int, seed: int, max_tokens: int) 
 # ---- Judgement -------------------------------------------------------------------------------------------------------
 
 
-def _error_of(call: Callable[[], object]) -> str | None:
+def _error_of(call: Callable[[], object], device: str | torch.device) -> str | None:
     """Run a call to its end; its exception as text, if it ends in one."""
     try:
         call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)  # so that a fault of the kernel shows here
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -629,7 +630,10 @@ def verify_problems(
     *,
     device: str | torch.device = "cuda",
 ) -> MemoryReport:
-    """Run problems until one fails, which is then shrunk. `progress` is called with each before it runs."""
+    """Run problems until one fails, which is then shrunk. `progress` is called with each before it runs.
+
+    Nothing is shrunk where a fault of the kernel has left the device unusable.
+    """
     report = MemoryReport()
     for problem in problems:
         if progress is not None:
@@ -638,8 +642,10 @@ def verify_problems(
         report.counts[problem.kernel] = report.counts.get(problem.kernel, 0) + 1
         report.used[problem.kernel] = max(report.used.get(problem.kernel, 0.0), outcome.used)
         if not outcome.ok:
-            small = shrink(problem, lambda candidate: not candidate.run(mla, device).ok)
-            report.failure = MemoryFailure(problem, small, small.run(mla, device))
+            small = shrink(problem, lambda candidate: usable(device) and not candidate.run(mla, device).ok)
+            if small != problem and usable(device):
+                outcome = small.run(mla, device)
+            report.failure = MemoryFailure(problem, small, outcome)
             break
     return report
 
