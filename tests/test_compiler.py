@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,28 @@ def test_shipped_decode_kernel(folder: Path) -> None:
     assert report.sass["UTMALDG"] >= 2
     assert report.sass["USETMAXREG"] == 3
     assert report.sass.get("LDL", 0) == report.sass.get("STL", 0) == 0
+
+
+def distinct(file: str) -> list[Path]:
+    """Choose one of the shipped folders for every text of a kernel that there is, comments aside."""
+    folders = {re.sub("//.*", "", (folder / file).read_text()): folder for folder in reversed(FOLDERS)}
+    return sorted(folders.values())
+
+
+@pytest.mark.parametrize(
+    ("file", "folder"),
+    [(file, folder) for file in ("gather.cu", "append.cu", "merge.cu") for folder in distinct(file)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_shipped_memory_kernel(file: str, folder: Path) -> None:
+    kernel = compiled(folder / file)
+    (report,) = kernel.kernels.values()
+    assert not kernel.warnings and report.entry == f"mla_{file.removesuffix('.cu')}"
+    assert report.spill_stores == report.spill_loads == report.stack_frame == report.static_smem == 0
+    # Two blocks of 256 threads on an SM, or more.
+    assert report.registers <= 128
+    assert report.sass is not None and report.sass.get("LDL", 0) == report.sass.get("STL", 0) == 0
+    assert report.sass.get("BAR", 0) == 0, "warps of a block wait for each other"
 
 
 @settings(max_examples=6)

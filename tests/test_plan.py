@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 
 from mlaforge_generator.errors import SpecError
-from mlaforge_generator.plan import ELEMENT_BYTES, MAX_STAGES, SMEM_ALIGNMENT, Plan, make_plan
+from mlaforge_generator.kernel_plan import ELEMENT_BYTES
+from mlaforge_generator.plan import MAX_STAGES, SMEM_ALIGNMENT, Plan, make_plan
 from mlaforge_generator.resources import find_spec, spec_dir
 from mlaforge_generator.spec import Spec, load_spec, parse_spec
 from strategies import specs

@@ -16,6 +16,8 @@ from hypothesis import given
 
 from mlaforge.manifest import read_manifest
 from mlaforge_generator import render as render_module
+from mlaforge_generator.kernel_plan import KernelPlan
+from mlaforge_generator.kernels import PLANNERS
 from mlaforge_generator.plan import DecodePlan, Plan, make_plan
 from mlaforge_generator.render import render
 from mlaforge_generator.resources import find_spec, spec_dir, template_dir
@@ -101,10 +103,11 @@ def plain_plan() -> Plan:
     [
         lambda: [plan_of("deepseek_v3").decode, plan_of("mistral_small_4").decode],
         lambda: [plain_plan().decode],
+        *(lambda i=i: [plan_of().kernels[i]] for i in range(len(PLANNERS))),
     ],
-    ids=["skewed", "plain"],
+    ids=["skewed", "plain", *(planner.__name__.removeprefix("plan_") for planner in PLANNERS)],
 )
-def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan]]) -> None:
+def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | KernelPlan]]) -> None:
     kernels = choose()
     text = (template_dir() / kernels[0].template).read_text(encoding="utf-8")
     name = r"\b((?:plan|region|barrier|group|limit|parameter)\.[\w.]+)"
@@ -112,7 +115,7 @@ def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan]]) -
     assert len(variables) > 5
     environment = render_module._environment()
 
-    def renders(text: str, kernel: DecodePlan) -> bool:
+    def renders(text: str, kernel: DecodePlan | KernelPlan) -> bool:
         try:
             environment.from_string(text).render(plan=kernel, banner="")
         except UNDEFINED:
@@ -172,14 +175,23 @@ def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
     assert (kernel.tile_rows, kernel.tile_tokens) == (decode.tile.rows, decode.tile.tokens)
     assert kernel.boxes == {each.tensor: each.box for each in decode.tensor_maps}
     assert kernel.max_parts == decode.max_parts
-    text = kernel.source.read_text(encoding="utf-8")
-    parameters = [(parameter.ctype, parameter.name) for parameter in kernel.parameters]
-    assert signature(text, kernel.entry)[2:] == parameters
-    bounds = re.search(r"__launch_bounds__\((\d+)", text)
-    assert bounds and int(bounds[1]) == kernel.threads
+    assert list(manifest.kernels) == [each.name for each in plan.kernels]
+    for planned in plan.kernels:
+        entry = manifest.kernels[planned.name]
+        assert (entry.entry, entry.threads, entry.smem_bytes) == (planned.entry, planned.threads, planned.smem_bytes)
+        assert entry.boxes == planned.boxes and entry.constants == planned.constants
+        assert manifest.dynamic_smem[entry.source] == planned.smem_bytes
+    assert set(manifest.dynamic_smem) == set(manifest.sources)
+    others = [(each, len(each.boxes)) for each in manifest.kernels.values()]
+    for each, maps in ((kernel, 2), *others):
+        text = each.source.read_text(encoding="utf-8")
+        parameters = [(parameter.ctype, parameter.name) for parameter in each.parameters]
+        assert signature(text, each.entry)[maps:] == parameters
+        bounds = re.search(r"__launch_bounds__\((\d+)", text)
+        assert bounds and int(bounds[1]) == each.threads
 
 
 def test_parts_share_a_request_as_far_as_the_merge_has_room() -> None:
-    text = (template_dir() / "device" / "merge.cuh").read_text(encoding="utf-8")
+    text = (template_dir() / "device" / "splits.cuh").read_text(encoding="utf-8")
     warps, loads = (int(re.search(rf"{name} = (\d+);", text)[1]) for name in ("kMergeWarps", "kMergeLoads"))  # type: ignore[index]
     assert warps * loads == plan_of().decode.max_parts

@@ -130,9 +130,9 @@ def test_same_results_as_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch)
 def test_warps_share_the_merge_of_many_splits(tmp_path: Path) -> None:
     """As it is with more splits than a warp loads at once: here it loads two."""
     folder = shutil.copytree(GENERATED / "deepseek_v3", tmp_path / "deepseek_v3")
-    text = (folder / "merge.cuh").read_text()
+    text = (folder / "splits.cuh").read_text()
     assert "kMergeLoads = 18;" in text
-    (folder / "merge.cuh").write_text(text.replace("kMergeLoads = 18;", "kMergeLoads = 2;"))
+    (folder / "splits.cuh").write_text(text.replace("kMergeLoads = 18;", "kMergeLoads = 2;"))
     mla = mlaforge.load(folder, device="sim")
     for seed, problem in enumerate((Problem(lengths=(700,), h_q=16), Problem(lengths=(300, 90), h_q=65)) * 2):
         mla.backend.options = SimulatorOptions(seed=seed, sms=6, mode=MODES[seed % 3])

@@ -22,7 +22,7 @@
 #include "schedule.cuh"
 #include "tile.cuh"
 #include "decode.cuh"
-#include "merge.cuh"
+#include "splits.cuh"
 
 namespace mlaforge {
 

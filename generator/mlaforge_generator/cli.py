@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+    from mlaforge.api import MLA
     from mlaforge.bench.cases import Case
     from mlaforge.bench.session import Options, Session
     from mlaforge.compiler import CompiledKernel
     from mlaforge.manifest import Manifest
+    from mlaforge.memory_verify import MemoryProblem, MemoryReport
     from mlaforge.reference import AttentionDims
     from mlaforge.verify import Problem, Report
 
@@ -375,10 +377,6 @@ def _compile(folders: Sequence[Path]) -> list[tuple[Manifest, CompiledKernel]]:
         raise _Usage(f"{error.filename}: can't be read: {error.strerror}") from None
 
 
-def _dynamic_smem(manifest: Manifest, kernel: CompiledKernel) -> int:
-    return manifest.decode.smem_bytes if kernel.source == manifest.decode.source else 0
-
-
 def _compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
     return {
         "spec": manifest.name,
@@ -388,7 +386,7 @@ def _compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
         "cache_hit": kernel.cache_hit,
         "seconds": dict(kernel.seconds),
         "versions": dict(kernel.versions),
-        "dynamic_smem": _dynamic_smem(manifest, kernel),
+        "dynamic_smem": manifest.dynamic_smem[kernel.source],
         "smem_limit": TARGETS[manifest.target].smem_per_block,
         "kernels": [
             {**dataclasses.asdict(report), "serialized": report.serialized} for report in kernel.kernels.values()
@@ -417,7 +415,7 @@ def _compile_tables(compiled: Sequence[tuple[Manifest, CompiledKernel]]) -> Iter
                     bad_unless_zero(report.spill_stores + report.spill_loads),
                     bad_unless_zero(report.stack_frame),
                     f"{report.static_smem:,}",
-                    f"{_dynamic_smem(manifest, kernel):,}",
+                    f"{manifest.dynamic_smem[kernel.source]:,}",
                     sass.get("HGMMA", 0),
                     sass.get("UTMALDG", 0),
                     Text("serialised", style="bold red")
@@ -453,12 +451,19 @@ _PHASES = ("header search", "import", "nvrtc", "front end", "optimizer", "ptxas"
 
 @cli.command()
 @click.argument("spec", metavar="SPEC|DIR")
-@click.option("--examples", type=_COUNT, help="Random problems; 200 on a GPU, 12 under the simulator.")
+@click.option("--examples", type=_COUNT, help="Random problems of each kernel; 200 on a GPU, 12 under the simulator.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Which random problems.")
+@click.option(
+    "--kernel",
+    "kernels",
+    multiple=True,
+    type=click.Choice(["decode", "gather", "append", "merge"]),
+    help="Only the problems of this kernel; may be repeated.  [default: all]",
+)
 @click.option(
     "--max-tokens", type=_COUNT, help="Cached tokens of one random problem; 262144 on a GPU, 1000 under the simulator."
 )
-@click.option("--matrix", is_flag=True, help="Run the problems of FlashMLA's own test instead.")
+@click.option("--matrix", is_flag=True, help="Run the problems of FlashMLA's own test of decode instead.")
 @click.option("--problem", "text", metavar="TEXT", help="Run one problem instead, as a failure printed it.")
 @click.option(
     "--device",
@@ -479,6 +484,7 @@ def verify(
     spec: str,
     examples: int | None,
     seed: int,
+    kernels: tuple[str, ...],
     max_tokens: int | None,
     matrix: bool,
     text: str | None,
@@ -489,20 +495,20 @@ def verify(
 ) -> None:
     """Compare kernels with float64, on a GPU or under the simulator.
 
-    By the acceptance criteria of FlashMLA's own tests. What fails is made as small as it still fails, and printed as a
-    command line that replays it.
+    Decode by the acceptance criteria of FlashMLA's own tests, the others by what one rounding explains. What fails is
+    made as small as it still fails, and printed as a command line that replays it.
     """
     if matrix and text is not None:
         raise click.UsageError("--matrix and --problem exclude each other")
     with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
         # A spec with faults is told before a missing GPU.
         (folder,) = _folders([spec], Path(scratch))
-        problem = _parse_problem(text) if text is not None else None
+        problem = _parse_any_problem(text) if text is not None else None
         if device != "sim" and (reason := _why_no_hopper(device)):
             raise _NoDevice(f"{reason}; the kernels can't run here, but `--device sim` runs their text on the CPU")
         if problem is None:
             _check_absorption(_dims(folder))
-        run = _Run(seed, examples, max_tokens, matrix, problem, device, mode, schedule_seed, verbose)
+        run = _Run(seed, examples, max_tokens, matrix, problem, device, mode, schedule_seed, verbose, kernels)
         _verify(spec, folder, run)
 
 
@@ -514,16 +520,29 @@ class _Run:
     examples: int | None = None
     max_tokens: int | None = None
     matrix: bool = False
-    problem: Problem | None = None
+    problem: Problem | MemoryProblem | None = None
     device: str = "cuda"
     mode: str = "random"
     schedule_seed: int = 0
     verbose: bool = False
+    kernels: tuple[str, ...] = ()
+    """Only these; all if empty."""
 
     @property
     def simulated(self) -> bool:
         """Whether a CPU plays the GPU."""
         return self.device == "sim"
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Random problems of each kernel, and the most tokens of one."""
+        examples, tokens = (12, 1000) if self.simulated else (200, 1 << 18)
+        return self.examples or examples, self.max_tokens or tokens
+
+    @property
+    def schedule(self) -> str:
+        """What a command line that replays a problem says of the simulator."""
+        return f" --device sim --mode {self.mode} --schedule-seed {self.schedule_seed}" if self.simulated else ""
 
 
 def _parse_problem(text: str) -> Problem:
@@ -532,6 +551,19 @@ def _parse_problem(text: str) -> Problem:
 
     try:
         return Problem.parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--problem") from None
+
+
+def _parse_any_problem(text: str) -> Problem | MemoryProblem:
+    """Read a problem of any kernel; all but decode's begin with the kernel's name."""
+    _require_torch()
+    from mlaforge.memory_verify import is_memory_problem, parse_problem
+
+    if not is_memory_problem(text):
+        return _parse_problem(text)
+    try:
+        return parse_problem(text)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--problem") from None
 
@@ -590,7 +622,7 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
     from mlaforge.compiler import CompileError
     from mlaforge.simulator import CompilerMissingError, SimulatorOptions
     from mlaforge.toolchain import ToolchainError
-    from mlaforge.verify import flashmla_matrix, random_problems, verify_problems
+    from mlaforge.verify import Problem, flashmla_matrix, random_problems, verify_problems
 
     options = SimulatorOptions(seed=run.schedule_seed, mode=run.mode)
     try:
@@ -600,13 +632,16 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
         raise _Toolchain(str(error)) from None
     except (CompileError, ToolchainError) as error:
         raise _Toolchain(str(error)) from None
-    if run.problem is not None:
+    _verify_memory(spec, mla, run)
+    if isinstance(run.problem, Problem):
         problems = [run.problem]
+    elif run.problem is not None or (run.kernels and "decode" not in run.kernels):
+        return
     elif run.matrix:
         problems = list(flashmla_matrix())
     else:
-        examples, tokens = (12, 1000) if run.simulated else (200, 1 << 18)
-        problems = random_problems(mla.manifest, run.examples or examples, run.seed, run.max_tokens or tokens)
+        examples, tokens = run.size
+        problems = random_problems(mla.manifest, examples, run.seed, tokens)
     start = time.perf_counter()
     with _progress("verifying", len(problems)) as advance:
 
@@ -625,9 +660,56 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
         click.echo(f"failed: {line}")
     if failure.found != failure.problem:
         click.echo(f"found as: {failure.found}")
-    schedule = f" --device sim --mode {run.mode} --schedule-seed {run.schedule_seed}" if run.simulated else ""
-    click.echo(f"reproduce: {failure.problem.to_repro(spec)}{schedule}")
+    click.echo(f"reproduce: {failure.problem.to_repro(spec)}{run.schedule}")
     raise _Failure(f"{spec}: problem {report.problems} of {len(problems)} failed")
+
+
+def _verify_memory(spec: str, mla: MLA, run: _Run) -> None:
+    """Run the problems of the memory-bound kernels; `_Failure` if one is not accepted."""
+    from mlaforge.memory_verify import MemoryProblem, random_problems, verify_problems
+
+    problems: list[MemoryProblem] = []
+    if isinstance(run.problem, MemoryProblem):
+        problems = [run.problem]
+    elif run.problem is None and not run.matrix:
+        examples, tokens = run.size
+        drawn = random_problems(mla.manifest, examples, run.seed, tokens)
+        problems = [problem for problem in drawn if not run.kernels or problem.kernel in run.kernels]
+    if not problems:
+        return
+    start = time.perf_counter()
+    with _progress("verifying", len(problems)) as advance:
+
+        def before(problem: MemoryProblem) -> None:
+            if run.verbose:
+                click.echo(problem, err=True)
+            advance()
+
+        report = verify_problems(mla, problems, before, device="cpu" if run.simulated else run.device)
+    _print([_memory_table(report, time.perf_counter() - start)])
+    if report.failure is None:
+        click.echo(f"{', '.join(report.counts)}: all {report.problems} problems accepted")
+        return
+    failure = report.failure
+    for line in failure.outcome.failures:
+        click.echo(f"failed: {line}")
+    if failure.found != failure.problem:
+        click.echo(f"found as: {failure.found}")
+    click.echo(f"reproduce: {failure.problem.to_repro(spec)}{run.schedule}")
+    raise _Failure(f"{spec}: problem {report.problems} of {len(problems)}, of {failure.problem.kernel}, failed")
+
+
+def _memory_table(report: MemoryReport, seconds: float) -> Table:
+    from .tables import table
+
+    failed = report.failure.problem.kernel if report.failure is not None else ""
+    rows = []
+    for name, count in report.counts.items():
+        used = report.used[name]
+        accepted = "float64, rounded once" if used else "the same bits"
+        rows.append((name, count, f"{used:.1%}" if used else "-", accepted, "failed" if name == failed else "ok"))
+    columns = ("kernel", "count>", "of tolerance>", "accepted is", "")
+    return table(f"Memory-bound kernels, {seconds:.1f} s", columns, rows)
 
 
 def _verify_table(report: Report, seconds: float) -> Table:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .plan import ELEMENT_BYTES, Plan, SchedulePolicy
+from .kernel_plan import ELEMENT_BYTES
+from .plan import Plan, SchedulePolicy
 from .spec import Model
 from .target import Target
 

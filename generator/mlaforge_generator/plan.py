@@ -10,30 +10,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .errors import Problem, SpecError
+from .kernel_plan import ELEMENT_BYTES, ELEMENTS, Choice, KernelPlan, Parameter
+from .kernels import plan_kernels
 from .spec import Spec
 from .target import TARGETS, Target
 
-ELEMENT_BYTES = 2
-"""Bytes of a bf16 or fp16 element."""
 SUBTILE_COLUMNS = 64
 """Columns of a subtile: 128 bytes, the longest line that TMA and WGMMA swizzle."""
 SMEM_ALIGNMENT = 1024
 """An atom of the 128-byte swizzle."""
 MAX_PARTS = 144
-"""Parts of the grid, kMaxSplits of merge.cuh; no Hopper GPU has more SMs."""
+"""Parts of the grid, kMaxSplits of splits.cuh; no Hopper GPU has more SMs."""
 MAX_STAGES = 6
 """More stages than this were never needed to keep the memory busy."""
 D_V_CHOICES = (128, 256, 384, 512)
 """Widths of V whose halves are multiples of a subtile and a WGMMA shape."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A field that was left to the planner."""
-
-    field: str
-    value: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -135,14 +126,6 @@ class WarpRole:
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A kernel parameter after the tensor maps, in order."""
-
-    name: str
-    ctype: str
-
-
-@dataclass(frozen=True)
 class RegisterLimit:
     """Registers of a thread while its warpgroup plays a role."""
 
@@ -205,7 +188,7 @@ class DecodePlan:
     launch: Launch
     schedule: SchedulePolicy
     max_parts: int
-    """Parts that can share a request: merge.cuh has room for no more."""
+    """Parts that can share a request: splits.cuh has room for no more."""
     parameters: tuple[Parameter, ...]
 
 
@@ -217,6 +200,8 @@ class Plan:
     target: Target
     softmax_scale: float
     decode: DecodePlan
+    kernels: tuple[KernelPlan, ...]
+    """The other kernels; see kernels.py."""
     choices: tuple[Choice, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -226,6 +211,7 @@ class Plan:
             "target": asdict(self.target),
             "softmax_scale": self.softmax_scale,
             "decode": asdict(self.decode),
+            "kernels": {kernel.name: asdict(kernel) for kernel in self.kernels},
             "choices": [asdict(choice) for choice in self.choices],
         }
 
@@ -254,7 +240,7 @@ def make_plan(spec: Spec) -> Plan:
         choices.append(Choice("kernels.decode.stages", str(stages), why))
 
     chosen = _ARRANGEMENTS[schedule](spec, rows, tokens, stages)
-    element = {"bf16": "Bf16", "fp16": "Fp16"}[spec.cache.dtype]
+    element = ELEMENTS[spec.cache.dtype]
     decode = DecodePlan(
         spec_name=spec.name,
         schedule_name=schedule,
@@ -290,7 +276,9 @@ def make_plan(spec: Spec) -> Plan:
         max_parts=MAX_PARTS,
         parameters=_DECODE_PARAMETERS,
     )
-    return Plan(spec, target, spec.softmax_scale, decode, tuple(choices))
+    kernels = plan_kernels(spec, target)
+    choices += [choice for kernel in kernels for choice in kernel.choices]
+    return Plan(spec, target, spec.softmax_scale, decode, kernels, tuple(choices))
 
 
 _OUT_STRIDES = tuple(Parameter(f"out_stride_{dim}", "long long") for dim in "bsh")

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .cost import CacheSize, DecodeCost, binary_bytes, decimal_bytes
+from .memory_plan import MemoryPlan
 from .plan import Plan, SmemMap
 
 
@@ -109,7 +110,26 @@ def plan_tables(
     yield table(
         "Launch",
         ("kernel", "threads>", "grid"),
-        ((decode.entry, decode.launch.threads, ", ".join(decode.launch.grid)),),
+        (
+            (decode.entry, decode.launch.threads, ", ".join(decode.launch.grid)),
+            *((kernel.entry, kernel.threads, ", ".join(kernel.grid)) for kernel in plan.kernels),
+        ),
+    )
+    many = 100_000
+    yield table(
+        f"Memory-bound kernels on copies of {target.copy_bandwidth / 1e12:.2f} TB/s",
+        ("kernel", "does", "a warp has", "bytes of one>", f"floor of {many:,}, us>"),
+        (
+            (
+                kernel.name,
+                kernel.what,
+                f"{kernel.units_per_warp} x {kernel.unit}",
+                f"{kernel.unit_bytes:,}",
+                f"{kernel.floor_us(many, target):.1f}",
+            )
+            for kernel in plan.kernels
+            if isinstance(kernel, MemoryPlan)
+        ),
     )
     policy = decode.schedule
     yield Text("\nSplit scheme", style="bold")

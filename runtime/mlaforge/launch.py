@@ -90,7 +90,12 @@ class DefinedTensor(LaunchTensor):
 
 
 _TensorMapBytes = ctypes.c_ubyte * 128
-_CTYPES: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
+_CTYPES: dict[str, Any] = {
+    "int": ctypes.c_int,
+    "unsigned": ctypes.c_uint,
+    "long long": ctypes.c_longlong,
+    "float": ctypes.c_float,
+}
 
 
 class ParameterBlock:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 """The manifest format that this runtime reads."""
 
 
@@ -67,6 +67,22 @@ class DecodeKernel:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """Any other kernel's launch facts."""
+
+    source: Path
+    entry: str
+    threads: int
+    smem_bytes: int
+    """Dynamic shared memory of a block."""
+    boxes: Mapping[str, tuple[int, ...]]
+    """TMA box of each tensor map, in the order of the parameters that they lead; elements, innermost first."""
+    constants: Mapping[str, int]
+    """Numbers of the kernel's text that its launch needs."""
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
 class CacheFormat:
     """The paged cache: element type (`bf16` or `fp16`) and tokens in a page."""
 
@@ -89,11 +105,19 @@ class Manifest:
     d_qk: int
     d_v: int
     decode: DecodeKernel
+    kernels: Mapping[str, Kernel]
+    """The other kernels, by what they do."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files to compile."""
-        return (self.decode.source,)
+        return (self.decode.source, *(kernel.source for kernel in self.kernels.values()))
+
+    @property
+    def dynamic_smem(self) -> Mapping[Path, int]:
+        """Dynamic shared memory of a block of each kernel, by its file."""
+        others = {kernel.source: kernel.smem_bytes for kernel in self.kernels.values()}
+        return {self.decode.source: self.decode.smem_bytes, **others}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -147,6 +171,19 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
             roles=tuple(WarpRole(str(item["name"]), int(item["warps"])) for item in decode["roles"]),
             parameters=_parameters(decode["parameters"]),
         ),
+        kernels={str(name): _kernel(folder, item) for name, item in data["kernels"].items()},
+    )
+
+
+def _kernel(folder: Path, item: Mapping[str, Any]) -> Kernel:
+    return Kernel(
+        source=_source(folder, item["file"]),
+        entry=str(item["entry"]),
+        threads=int(item["threads"]),
+        smem_bytes=int(item["smem_bytes"]),
+        boxes={str(name): tuple(map(int, box)) for name, box in item["boxes"].items()},
+        constants={str(name): int(value) for name, value in item["constants"].items()},
+        parameters=_parameters(item["parameters"]),
     )
 
 

@@ -614,7 +614,7 @@ def verify_problems(
         errors = run_problem(mla, problem, device)
         report.add(problem, errors)
         if not errors.ok:
-            small = shrink(problem, _failing(mla, device)) if _usable(device) else problem
+            small = shrink(problem, _failing(mla, device)) if usable(device) else problem
             if small != problem:
                 errors = run_problem(mla, small, device)
             report.failure = Failure(problem, small, errors)
@@ -624,12 +624,12 @@ def verify_problems(
 
 def _failing(mla: Decoder, device: str | torch.device) -> Callable[[Problem], bool]:
     def fails(problem: Problem) -> bool:
-        return _usable(device) and not run_problem(mla, problem, device).ok
+        return usable(device) and not run_problem(mla, problem, device).ok
 
     return fails
 
 
-def _usable(device: str | torch.device) -> bool:
+def usable(device: str | torch.device) -> bool:
     """Whether the device still works: an illegal access leaves a CUDA context broken for good."""
     try:
         torch.zeros(1, device=device).item()

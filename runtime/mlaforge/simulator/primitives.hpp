@@ -170,6 +170,26 @@ uint32_t pack2(float lo, float hi) {
   return sim::round_to(Element{}, lo) | static_cast<uint32_t>(sim::round_to(Element{}, hi)) << 16;
 }
 
+namespace sim {
+
+// An element in a register; a mark stays one.
+template <class Element>
+float unpack(std::uint16_t element) {
+  const Mark mark = machine->mark_of(element);
+  return mark == kNoMark ? widen(Element{}, element) : as_float(mark);
+}
+
+}  // namespace sim
+
+template <class Element>
+float unpack_low(uint32_t x) {
+  return sim::unpack<Element>(static_cast<std::uint16_t>(x));
+}
+template <class Element>
+float unpack_high(uint32_t x) {
+  return sim::unpack<Element>(static_cast<std::uint16_t>(x >> 16));
+}
+
 // ---- Math
 
 namespace sim {
@@ -181,6 +201,8 @@ inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std:
 
 inline float exp2_approx(float x) { return sim::flushed(std::exp2(sim::flushed(x))); }
 inline float log2_approx(float x) { return std::log2(sim::flushed(x)); }
+inline float rsqrt_approx(float x) { return 1.f / std::sqrt(sim::flushed(x)); }
+inline float reciprocal_approx(float x) { return sim::flushed(1.f / sim::flushed(x)); }
 constexpr float kLn2 = 0.693147180559945309f;
 inline float infinity() { return std::numeric_limits<float>::infinity(); }
 
@@ -295,6 +317,11 @@ inline int32_t load_global(const int32_t* p, Where where = Where::current()) {
   sim::load_global<int32_t, 1>(p, &v, where);
   return v;
 }
+inline int64_t load_global(const int64_t* p, Where where = Where::current()) {
+  int64_t v;
+  sim::load_global<int64_t, 1>(p, &v, where);
+  return v;
+}
 inline float load_global(const float* p, Where where = Where::current()) {
   float v;
   sim::load_global<float, 1>(p, &v, where);
@@ -303,6 +330,9 @@ inline float load_global(const float* p, Where where = Where::current()) {
 inline void prefetch_global(const void*) {}
 inline void load_global_v4(const float* p, float (&v)[4], Where where = Where::current()) {
   sim::load_global<float, 4>(p, v, where);
+}
+inline void load_global_v4(const void* p, uint32_t (&v)[4], Where where = Where::current()) {
+  sim::load_global<uint32_t, 4>(static_cast<const uint32_t*>(p), v, where);
 }
 inline void store_global(int32_t* p, int32_t v, Where where = Where::current()) {
   sim::store_global<int32_t, 1>(p, &v, where);
