@@ -24,7 +24,7 @@ from mlaforge.arguments import (
 )
 from mlaforge.launch import Cuda, CudaKernel, DefinedTensor, LaunchTensor
 from mlaforge.manifest import Manifest
-from mlaforge.simulator import DefinedTensor, SimulatedKernel, Simulator
+from mlaforge.simulator import SimulatedKernel, Simulator
 
 _MAX_CALLS = 512
 _MAX_ITEMS = (1 << 31) - (1 << 16)
