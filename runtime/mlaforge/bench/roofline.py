@@ -10,7 +10,7 @@ from typing import Any
 
 from mlaforge.bench.cases import Case
 from mlaforge.bench.session import OURS
-from mlaforge.bench.svg import COLOURS, dot, frame
+from mlaforge.bench.svg import colours, dot, frame
 
 _WIDTH, _HEIGHT = 960, 560
 _LEFT, _TOP, _RIGHT, _BOTTOM = 70, 56, 200, 50
@@ -57,7 +57,7 @@ def to_svg(result: Mapping[str, Any], mode: str = "burst") -> str | None:
     if not points:
         return None
     kernels = list(dict.fromkeys(point.kernel for point in points))
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(kernels)}
+    hues = dict(zip(kernels, colours(len(kernels)), strict=True))
     bandwidth, product = _ceilings(result)
     intensities = [point.intensity for point in points]
     rates = [point.rate for point in points]
@@ -79,10 +79,10 @@ def to_svg(result: Mapping[str, Any], mode: str = "burst") -> str | None:
     ]
     if bandwidth and product:
         parts += _roof(x, y, bandwidth, product)
-    parts += [dot(x.at(p.intensity), y.at(p.rate), colours[p.kernel], p.kernel == OURS, p.title) for p in points]
+    parts += [dot(x.at(p.intensity), y.at(p.rate), hues[p.kernel], p.kernel == OURS, p.title) for p in points]
     for i, kernel in enumerate(kernels):
         top = _TOP + 10 + 18 * i
-        parts.append(dot(_WIDTH - _RIGHT + 20, top, colours[kernel], kernel == OURS, kernel))
+        parts.append(dot(_WIDTH - _RIGHT + 20, top, hues[kernel], kernel == OURS, kernel))
         parts.append(f'<text x="{_WIDTH - _RIGHT + 32}" y="{top + 4}">{escape(kernel)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
+_COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
 _STYLE = (
     "text{font-family:system-ui,sans-serif;font-size:11px;fill:#222}.title{font-size:14px;font-weight:bold}"
     ".note{fill:#555}.tick{fill:#666}.roof{fill:none;stroke:#222;stroke-width:1.5}.grid{stroke:#e3e7ec}"
 )
+
+
+def colours(count: int) -> list[str]:
+    """Give as many colours, all different."""
+    if count <= len(_COLOURS):
+        return list(_COLOURS[:count])
+    return [f"hsl({360 * i // count},70%,{'38%' if i % 2 else '52%'})" for i in range(count)]
 
 
 def frame(width: int, height: int, left: int, title: str, note: str) -> Iterator[str]:
