@@ -1130,6 +1130,10 @@ def tune(
         parsed = parse_spec(text, str(path))
     except SpecError as error:
         raise _Usage(str(error)) from None
+    folder = data or Path(f"tune-{parsed.name}")
+    target = path.resolve() if write else output or folder / f"{parsed.name}.yaml"
+    if not write and target.resolve() == path.resolve():
+        raise click.UsageError(f"{target} is the spec itself; say --write to change it")
     cases = _tune_cases(suites, shapes, heads or (str(parsed.heads_per_rank),), s_q or ("1",))
     try:
         swept = enumerate_candidates(parsed, [name for name in (sweep or "").split(",") if name])
@@ -1147,8 +1151,6 @@ def tune(
     from mlaforge.bench.tune import Options
 
     options = Options(tuple(cases), repeats, budget, examples=examples, seed=seed)
-    folder = data or Path(f"tune-{parsed.name}")
-    target = path.resolve() if write else output or folder / f"{parsed.name}.yaml"
     _tune(source, swept, options, device, started, _TuneOutput(folder, target, as_json, over=write))
 
 

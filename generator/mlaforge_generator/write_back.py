@@ -198,14 +198,15 @@ def tuned_remarks(result: Mapping[str, Any]) -> list[str]:
     """
     winner, machine, versions = result["winner"], result["machine"], result["versions"]
     entries = {each["label"]: each for each in result["candidates"]}
-    planner = next((label for label, each in entries.items() if each["planner"]), None)
+    ranked = {each["label"] for each in result["ranking"]}
+    planner = next((label for label in ranked if entries[label]["planner"]), None)
     where = [machine.get("gpu", "")]
     where += [f"{name} {machine[key]}" for name, key in (("driver", "driver"), ("CUDA", "cuda")) if machine.get(key)]
     where.append(f"torch {versions['torch']}")
     repeats = [case["repeats"] for case in result["cases"]]
     count = f"{repeats[0]}" if min(repeats) == max(repeats) else f"{min(repeats)} to {max(repeats)}"
     beside = "" if planner in (None, winner) else f"; behind it that of the planner's own choice, {planner}"
-    rivals = len(result["ranking"]) - 1
+    rivals = len(ranked) - 1
     lines = [
         f"{_HEAD} {versions['mlaforge']} on {result['made'][:10]}: {', '.join(filter(None, where))}.",
         f"{winner}: {result['why']}. Timed in turn with {rivals} other{'s' * (rivals != 1)}: {count} graph replays, L2 "
@@ -214,7 +215,7 @@ def tuned_remarks(result: Mapping[str, Any]) -> list[str]:
     for case in result["cases"]:
         us = case["kernels"][winner]["us"]
         line = f"{case['b']} x {case['s_k']:,} tokens, {case['h']} heads, s_q {case['s_q']}: {_figures(us)}"
-        if beside and planner in case["kernels"]:
+        if beside:
             line += f"; {_figures(case['kernels'][planner]['us'])}"
         lines.append(line)
     return lines
