@@ -205,7 +205,7 @@ def tuned_remarks(result: Mapping[str, Any]) -> list[str]:
     where.append(f"torch {versions['torch']}")
     repeats = [case["repeats"] for case in result["cases"]]
     count = f"{repeats[0]}" if min(repeats) == max(repeats) else f"{min(repeats)} to {max(repeats)}"
-    beside = "" if planner in (None, winner) else f"; behind it that of the planner's own choice, {planner}"
+    beside = "" if planner in (None, winner) else f"; behind it that of the planner's own choice ({planner})"
     rivals = len(ranked) - 1
     lines = [
         f"{_HEAD} {versions['mlaforge']} on {result['made'][:10]}: {', '.join(filter(None, where))}.",

@@ -369,5 +369,6 @@ def choose(ranking: Sequence[Mapping[str, Any]], planner: str | None) -> tuple[s
         return first["label"], "the fastest"
     lead = 1 - first["us"] / own["us"]
     if lead < LEVEL:
-        return own["label"], f"the planner's own choice; {first['label']} takes {lead:.1%} less time, which is level"
+        level = f"level with the fastest ({first['label']}, {lead:.1%} less time)"
+        return own["label"], f"the planner's own choice, {level}"
     return first["label"], f"the fastest, {lead:.1%} less time than the planner's own choice"
