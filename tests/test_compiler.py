@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import shutil
@@ -157,15 +158,15 @@ def test_cold_compile_is_faster_than_an_empty_kernel_on_cute_tensor(toy: Path, t
     decode = GENERATED / "deepseek_v3" / "decode.cu"
     none = KernelCache(None)
     compile_kernel(toy, cache=none)  # loads NVRTC
-    seconds = {}
-    for source in (decode, empty):
-        # Of this process alone: what else the machine does is not the compiler's fault.
+    seconds: dict[str, float] = {}
+    # In turn, and the least of each: what else the machine does is not the compiler's fault.
+    for source in (decode, empty) * 3:
         start = time.process_time()
         try:
             compile_kernel(source, cache=none)
         except CompileError:
             pytest.skip("cute/tensor.hpp does not compile with these headers")
-        seconds[source.name] = time.process_time() - start
+        seconds[source.name] = min(seconds.get(source.name, math.inf), time.process_time() - start)
     assert seconds["decode.cu"] <= seconds["empty.cu"], seconds
 
 

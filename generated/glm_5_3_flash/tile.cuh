@@ -151,17 +151,17 @@ MLAFORGE_DEVICE void quad_transpose(uint32_t (&w)[4]) {
   }
 }
 
-// One row of an accumulator, times `factor`, to 16-bit elements in global memory. `row` points at the row's first
-// column of this accumulator, on a 16-byte border. All lanes take part; only those with `valid` store.
+// One row of an accumulator to 16-bit elements in global memory. `row` points at the row's first column of this
+// accumulator, on a 16-byte border. All lanes take part; only those with `valid` store.
 template <class Element, int Columns>
-MLAFORGE_DEVICE void store_row(const float (&acc)[Columns / 2], int i, float factor, unsigned char* row, bool valid) {
+MLAFORGE_DEVICE void store_row(const float (&acc)[Columns / 2], int i, unsigned char* row, bool valid) {
   const int quarter = lane_id() & 3;
 #pragma unroll
   for (int g = 0; g < Columns / 8; g += 4) {
     uint32_t w[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      w[k] = pack2<Element>(acc[4 * (g + k) + 2 * i] * factor, acc[4 * (g + k) + 2 * i + 1] * factor);
+      w[k] = pack2<Element>(acc[4 * (g + k) + 2 * i], acc[4 * (g + k) + 2 * i + 1]);
     }
     quad_transpose(w);
     if (valid) store_global_v4(row + 16 * (g + quarter), w[0], w[1], w[2], w[3]);
@@ -170,10 +170,10 @@ MLAFORGE_DEVICE void store_row(const float (&acc)[Columns / 2], int i, float fac
 
 // The same to float32.
 template <int Columns>
-MLAFORGE_DEVICE void store_row_f32(const float (&acc)[Columns / 2], int i, float factor, float* row) {
+MLAFORGE_DEVICE void store_row_f32(const float (&acc)[Columns / 2], int i, float* row) {
 #pragma unroll
   for (int g = 0; g < Columns / 8; ++g) {
-    store_global_v2(row + 8 * g + 2 * (lane_id() & 3), acc[4 * g + 2 * i] * factor, acc[4 * g + 2 * i + 1] * factor);
+    store_global_v2(row + 8 * g + 2 * (lane_id() & 3), acc[4 * g + 2 * i], acc[4 * g + 2 * i + 1]);
   }
 }
 

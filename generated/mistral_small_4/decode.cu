@@ -445,6 +445,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                int batch,
                int s_q,
                int heads_per_kv,
+               int heads_reciprocal,
                int row_tiles,
                int table_width,
                int causal,
@@ -476,7 +477,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const Schedule<Policy> schedule =
       make_schedule<Policy, kThreads>(lengths, batch, part, static_cast<int>(gridDim.y), base + kOffsetScratch);
   const int kv_heads = static_cast<int>(gridDim.x) / row_tiles;
-  const RowTile<Config> tile{row_tile * kRows, s_q * heads_per_kv, s_q, heads_per_kv, kv_head, kv_heads * heads_per_kv, causal};
+  const RowTile<Config> tile{row_tile * kRows, s_q * heads_per_kv, s_q, heads_per_kv, heads_reciprocal, kv_head,
+                             kv_heads * heads_per_kv, causal};
   if (threadIdx.x == 0) {
     schedule.store(base + kOffsetSchedule);
     store_shared_s32(base + kOffsetHidden, tile.hidden(kRows - 1));

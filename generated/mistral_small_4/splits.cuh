@@ -13,11 +13,11 @@
 
 namespace mlaforge {
 
-// The requests that a part shares with others, in shared memory: one begun before it, and one that goes on. Written by
-// whoever walks the part.
+// The requests that a part shares with others, in shared memory: one begun before it, and one that goes on. Whoever walks
+// the part writes where each begins on the line, and its length; in the end that becomes a `Split`.
 constexpr int kSplitBytes = 16;
-MLAFORGE_DEVICE void store_split(smem_t at, int request, int start, int len) {
-  const int32_t words[4] = {request, start, len, 0};
+MLAFORGE_DEVICE void store_split(smem_t at, int request, int x, int y) {
+  const int32_t words[4] = {request, x, y, 0};
   store_shared_v4(at, words);
 }
 MLAFORGE_DEVICE void clear_splits(smem_t splits) {
@@ -28,20 +28,20 @@ MLAFORGE_DEVICE void note_split(smem_t splits, const WorkItem& item) {
   if (item.slot >= 0) store_split(splits + (item.slot & 1) * kSplitBytes, item.request, item.start, item.len);
 }
 
+// One of them, when the part is done: by which parts it is shared.
 struct Split {
   int request;  // -1: none
   int first_part;
   int splits;
-
-  template <class Policy>
-  MLAFORGE_DEVICE static Split load(smem_t at, smem_t schedule) {
-    int32_t words[4];
-    load_shared_v4(at, words);
-    if (words[0] < 0) return {-1, 0, 0};
-    const PartRange range = Schedule<Policy>::sharers(schedule, words[1], request_blocks<Policy>(words[2]));
-    return {words[0], range.first, range.count};
-  }
 };
+template <class Policy>
+MLAFORGE_DEVICE Split find_split(smem_t at, smem_t schedule) {
+  int32_t words[4];
+  load_shared_v4(at, words);
+  if (words[0] < 0) return {-1, 0, 0};
+  const PartRange range = Schedule<Policy>::sharers(schedule, words[1], request_blocks<Policy>(words[2]));
+  return {words[0], range.first, range.count};
+}
 
 constexpr int kMergeWarps = 8;
 constexpr int kMergeThreads = 32 * kMergeWarps;
@@ -109,7 +109,6 @@ struct Merge {
   MLAFORGE_DEVICE void sum(int sharing) const {
     constexpr int kAtOnce = kMergeLoads / Each;
     const int padded = sharing * Each;
-    weigh(padded);
     const int member = warp_id() % sharing;
     const int group = warp_id() / sharing;
     const int groups = kMergeWarps / sharing;
@@ -164,10 +163,10 @@ struct Merge {
     if (begin == end) return;
     int sharing = 1;
     while (split.splits > kMergeLoads * sharing) sharing *= 2;
-    if (split.splits <= 2) {
+    const bool two = split.splits == 2;
+    weigh(two ? 2 : sharing * kMergeLoads);
+    if (two) {
       sum<2>(1);
-    } else if (split.splits <= kMergeLoads / 2) {
-      sum<kMergeLoads / 2>(1);
     } else {
       sum<kMergeLoads>(sharing);
     }
@@ -180,20 +179,24 @@ struct Merge {
 template <class C, class Policy, int Barrier>
 MLAFORGE_DEVICE void merge_splits(smem_t splits, smem_t schedule, smem_t scratch, const Output& o, const RowTile<C>& tile,
                                   int32_t* arrivals, int part) {
-  const auto counter = [&](const Split& split) { return arrivals + blockIdx.x * gridDim.y + split.first_part; };
+  const auto counter = [&](int first_part) { return arrivals + blockIdx.x * gridDim.y + first_part; };
   named_barrier_sync(Barrier, kMergeThreads);
-#pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    const Split split = Split::load<Policy>(splits + i * kSplitBytes, schedule);
-    if (split.request >= 0 && threadIdx.x == 0) atomic_add_acq_rel(counter(split), 1);
+  if (threadIdx.x < 2) {
+    const smem_t at = splits + static_cast<int>(threadIdx.x) * kSplitBytes;
+    const Split split = find_split<Policy>(at, schedule);
+    store_split(at, split.request, split.first_part, split.splits);
+    if (split.request >= 0) atomic_add_acq_rel(counter(split.first_part), 1);
   }
+  named_barrier_sync(Barrier, kMergeThreads);
   const int rows = tile.rows - tile.first_row < C::kRows ? tile.rows - tile.first_row : C::kRows;
 #pragma unroll 1
-  for (int i = 0; i < 2; i = late(i + 1)) {
-    const Split split = Split::load<Policy>(splits + i * kSplitBytes, schedule);
+  for (int i = 0; i < 2; ++i) {
+    int32_t words[4];
+    load_shared_v4(splits + i * kSplitBytes, words);
+    const Split split{words[0], words[1], words[2]};
     if (split.request < 0) continue;
     if (threadIdx.x == 0) {
-      int32_t* arrived = counter(split);
+      int32_t* arrived = counter(split.first_part);
       while (load_global_acquire(arrived) < split.splits) {
       }
       if (atomic_add_acq_rel(arrived, 1) == 2 * split.splits - 1) store_global(arrived, 0);

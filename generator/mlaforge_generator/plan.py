@@ -295,6 +295,7 @@ _DECODE_PARAMETERS = (
     Parameter("batch", "int"),
     Parameter("s_q", "int"),
     Parameter("heads_per_kv", "int"),
+    Parameter("heads_reciprocal", "int"),
     Parameter("row_tiles", "int"),
     Parameter("table_width", "int"),
     Parameter("causal", "int"),

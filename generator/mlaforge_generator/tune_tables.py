@@ -97,5 +97,5 @@ def _times(result: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> Tab
         "Time of a call on the GPU, microseconds: median (quartiles)",
         ("candidate", *heads),
         rows,
-        caption="split and combine, L2 overwritten before each, all candidates in turn",
+        caption="the merge of splits included, L2 overwritten before each, all candidates in turn",
     )

@@ -142,6 +142,11 @@ class DecodeRunner:
                 _check_layout(name, getattr(tensors, name))
         blocks = -(-block_table.shape[1] * m.cache.page_size // m.decode.tile_tokens)
         line = shape.b * (max(blocks, 1) + m.decode.fixed_overhead_blocks)
+        if not (shape.s_q * shape.heads_per_kv**2 < 1 << 32):
+            raise ValueError(
+                f"q has shape {_shape(q)}: {shape.s_q} x {shape.heads_per_kv} x {shape.heads_per_kv}, query tokens and "
+                "twice the heads of a kv head, pass 2^32"
+            )
         if not (line < 1 << 31):
             raise ValueError(
                 f"block_table has shape {_shape(block_table)}: its {line:,} blocks of {m.decode.tile_tokens} tokens, "
@@ -289,6 +294,8 @@ class DecodeRunner:
                 shape.b,
                 shape.s_q,
                 shape.heads_per_kv,
+                # For a division by multiplication, see RowTile in decode.cuh.
+                -(-(1 << 32) // shape.heads_per_kv) % (1 << 32),
                 call.row_tiles,
                 block_table.shape[1],
                 # A mask that hides nothing is not worth its instructions.
