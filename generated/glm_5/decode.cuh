@@ -4,20 +4,11 @@
 #pragma once
 
 #include "primitives.cuh"
+#include "ring.cuh"
 #include "schedule.cuh"
 #include "tile.cuh"
 
 namespace mlaforge {
-
-// A ring of `count` buffers, seen by one role: the buffer to use next and the parity of its phase, in one register.
-struct Ring {
-  int count;
-  int at = 0;  // counts through two rounds, one of each parity
-
-  MLAFORGE_DEVICE int stage() const { return at < count ? at : at - count; }
-  MLAFORGE_DEVICE int phase() const { return at < count ? 0 : 1; }
-  MLAFORGE_DEVICE void advance() { at = at + 1 < 2 * count ? at + 1 : 0; }
-};
 
 // Rows of the tile and what they may see.
 template <class C>
@@ -107,11 +98,6 @@ MLAFORGE_DEVICE void store_split(int32_t* split_info, int part, int request, int
     store_global(to, request);
     store_global(to + 1, splits);
   }
-}
-
-// A warp has finished with a buffer that only its WGMMA read: all its lanes have come out of the same wait.
-MLAFORGE_DEVICE void release(smem_t bar) {
-  if (lane_id() == 0) mbarrier_arrive(bar);
 }
 
 // ---- Results -----------------------------------------------------------------------------------------------------

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import Problem, SpecError
 from .spec import Spec
 from .target import TARGETS, Target
+
+if TYPE_CHECKING:
+    from .prefill import PrefillPlan
 
 ELEMENT_BYTES = 2
 """Bytes of a bf16 or fp16 element."""
@@ -232,6 +235,8 @@ class Plan:
     softmax_scale: float
     decode: DecodePlan
     combine: CombinePlan
+    prefill: PrefillPlan | None
+    """None if the head dimensions are none that it has a shape for."""
     choices: tuple[Choice, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -242,6 +247,7 @@ class Plan:
             "softmax_scale": self.softmax_scale,
             "decode": asdict(self.decode),
             "combine": asdict(self.combine),
+            "prefill": self.prefill and asdict(self.prefill),
             "choices": [asdict(choice) for choice in self.choices],
         }
 
@@ -320,7 +326,11 @@ def make_plan(spec: Spec) -> Plan:
         grid=("tile_rows / rows_per_block", "decode grid.x", "ceil((decode grid.y - 1) / parts_per_block)"),
         parameters=_COMBINE_PARAMETERS,
     )
-    return Plan(spec, target, spec.softmax_scale, decode, combine, tuple(choices))
+    # It is made of the pieces defined here.
+    from .prefill import plan_prefill
+
+    prefill, prefill_choices = plan_prefill(spec)
+    return Plan(spec, target, spec.softmax_scale, decode, combine, prefill, (*choices, *prefill_choices))
 
 
 _OUT_STRIDES = tuple(Parameter(f"out_stride_{dim}", "long long") for dim in "bsh")

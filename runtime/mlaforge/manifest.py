@@ -77,6 +77,24 @@ class CombineKernel:
 
 
 @dataclass(frozen=True)
+class PrefillKernel:
+    """The prefill kernel's launch facts."""
+
+    source: Path
+    entry: str
+    threads: int
+    smem_bytes: int
+    """Dynamic shared memory of a block."""
+    d_qk: int
+    d_v: int
+    tile_q: int
+    tile_kv: int
+    boxes: Mapping[str, tuple[int, ...]]
+    """TMA box of each tensor, elements, innermost first."""
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
 class CacheFormat:
     """The paged cache: element type (`bf16` or `fp16`) and tokens in a page."""
 
@@ -100,11 +118,14 @@ class Manifest:
     d_v: int
     decode: DecodeKernel
     combine: CombineKernel
+    prefill: PrefillKernel | None
+    """None if there is none for the model's head dimensions."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files to compile."""
-        return (self.decode.source, self.combine.source)
+        kernels = (self.decode, self.combine, self.prefill)
+        return tuple(kernel.source for kernel in kernels if kernel is not None)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -165,6 +186,22 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
             parts_per_block=int(combine["parts_per_block"]),
             parameters=_parameters(combine["parameters"]),
         ),
+        prefill=None if data["prefill"] is None else _prefill(folder, data["prefill"]),
+    )
+
+
+def _prefill(folder: Path, data: Mapping[str, Any]) -> PrefillKernel:
+    return PrefillKernel(
+        source=_source(folder, data["file"]),
+        entry=str(data["entry"]),
+        threads=int(data["threads"]),
+        smem_bytes=int(data["smem_bytes"]),
+        d_qk=int(data["d_qk"]),
+        d_v=int(data["d_v"]),
+        tile_q=int(data["tile_q"]),
+        tile_kv=int(data["tile_kv"]),
+        boxes={name: tuple(map(int, box)) for name, box in data["boxes"].items()},
+        parameters=_parameters(data["parameters"]),
     )
 
 

@@ -456,6 +456,7 @@ inline std::uint32_t swizzled(std::uint32_t address, std::uint32_t bytes) {
 }  // namespace sim
 
 inline void tma_prefetch(const TensorMap&) {}
+inline void tma_prefetch_4d(const TensorMap&, int, int, int, int) {}
 
 namespace sim {
 
@@ -653,8 +654,8 @@ void wgmma_wait(Where where = Where::current()) {
   sim::together("wgmma wait", where, [&where] { sim::machine->wait_matmuls(Pending, where); });
   sim::machine->see_matmuls();
 }
-template <int Count>
-void wgmma_fence_operand(float (&)[Count]) {}
+template <class T, int Count>
+void wgmma_fence_operand(T (&)[Count]) {}
 
 namespace sim {
 
