@@ -1,7 +1,7 @@
 """The plan of the prefill kernel: decompressed attention over sequences that lie one behind the other.
 
-How a tile is cut follows from two budgets. Registers: a warpgroup holds 64 rows of O and S in float32 and of P in 16 bits,
-S and P of different blocks at the same time, for the scores of a block are computed beside the product of the block
+How a tile is cut follows from two budgets. Registers: a warpgroup holds 64 rows of O and S in float32 and of P in 16
+bits, S and P of different blocks at the same time, for the scores of a block are computed beside the product of the block
 before with V. Shared memory: at least two blocks of K and two of V, beside Q.
 """
 
