@@ -41,6 +41,7 @@ constexpr int kTokens = Config::kTokens;
 constexpr int kHeadDimV = Config::kHeadDimV;
 constexpr int kStages = 2;  // kernels.prefill.stages: blocks of K, and of V, in shared memory
 constexpr int kQueries = 1;  // tiles of Q in shared memory
+constexpr int kNarrow = 64;  // tokens of a last block for which a product half as wide does
 constexpr int kGroups = 2;  // warpgroups that multiply, 64 rows of a tile each
 static_assert(Config::kRows == 64 * kGroups, "a WGMMA has 64 rows");
 constexpr int kSubtilesQK = 3;  // a row of Q or K in pieces of 64 columns, one swizzled 128-byte line each
@@ -270,136 +271,204 @@ MLAFORGE_DEVICE void pass_turn(int group) {
   named_barrier_arrive(kTurnBarrier + (group + 1 < kGroups ? group + 1 : 0), 256);
 }
 
-// S = Q K^T. Addresses are uniform for the warp, in a form that tells the compiler so: descriptors then cost no registers
-// and no time between the products.
-MLAFORGE_DEVICE void issue_scores(smem_t queries, smem_t keys, float (&s)[kTokens / 2]) {
+// S = Q K^T, of the first tokens of a block, as many as S has columns. Addresses are uniform for the warp, in a form that
+// tells the compiler so: descriptors then cost no registers and no time between the products.
+template <int Half>
+MLAFORGE_DEVICE void issue_scores(smem_t queries, smem_t keys, float (&s)[Half]) {
   const uint64_t q = wgmma_descriptor(queries, 16, 1024);
   const uint64_t k = wgmma_descriptor(keys, 16, 1024);
 #pragma unroll
   for (int i = 0; i < kHeadDimQK / 16; ++i) {
-    wgmma_ss_k<Element, kTokens>(s, wgmma_advance(q, i / 4 * kSubtileBytesQ + i % 4 * 32),
-                                 wgmma_advance(k, i / 4 * kSubtileBytesKV + i % 4 * 32), i > 0);
+    wgmma_ss_k<Element, 2 * Half>(s, wgmma_advance(q, i / 4 * kSubtileBytesQ + i % 4 * 32),
+                                  wgmma_advance(k, i / 4 * kSubtileBytesKV + i % 4 * 32), i > 0);
   }
 }
 
-// O += P V
-MLAFORGE_DEVICE void issue_values(const uint32_t (&p)[kTokens / 4], smem_t values, float (&acc)[kHeadDimV / 2]) {
+// O += P V, of as many tokens as P has.
+template <int Quarter>
+MLAFORGE_DEVICE void issue_values(const uint32_t (&p)[Quarter], smem_t values, float (&acc)[kHeadDimV / 2]) {
   const uint64_t v = wgmma_descriptor(values, kSubtileBytesKV, 1024);
 #pragma unroll
-  for (int i = 0; i < kTokens / 16; ++i) wgmma_rs_mn<Element, kHeadDimV>(acc, p + 4 * i, wgmma_advance(v, i * 2048));
+  for (int i = 0; i < Quarter / 4; ++i) wgmma_rs_mn<Element, kHeadDimV>(acc, p + 4 * i, wgmma_advance(v, i * 2048));
 }
 
-// Rows 64 * group to 64 * group + 63 of every tile.
-MLAFORGE_DEVICE void attend(smem_t base, int group, const Output& o, float scale_log2, int causal) {
+// A warpgroup's way through the tiles, of each its rows 64 * group to 64 * group + 63.
+struct Attention {
+  smem_t base;
+  int group;
+  int causal;
+  float scale_log2;
   Ring keys{kStages};
   Ring values{kStages};
   Ring queries{kQueries};
-  ItemReader reader;
-  Item item;
-  float s[kTokens / 2];
-  float acc[kHeadDimV / 2];
-  uint32_t p[kTokens / 4];
-#pragma unroll 1
-  while (true) {
-    reader.wait(base);
-    item.load_work(reader.place(base));
-    if (item.blocks < 0) break;
-    RowState state;
-    state.reset();
-#pragma unroll
-    for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.f;
-    if (item.blocks > 0) {
-      float rescale[2];
-      int token = 0;
-      // The border of the first row is that of all but the last few blocks.
-      const auto mask = [&] {
-        const int first = item.border + causal * 64 * group;
-        if (token + kTokens <= first && token + kTokens <= item.length) return;
-        int border[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          border[i] = first + causal * accumulator_row(i);
-          if (border[i] > item.length) border[i] = item.length;
-        }
-        mask_scores<kTokens>(s, token, border);
-      };
+  ItemReader reader{};
+  // The tile
+  Item item{};
+  RowState state{};
+  float acc[kHeadDimV / 2]{};  // O
+  smem_t q = 0;   // its rows of Q
+  int token = 0;  // the first of the block at work
 
-      const int query = query_of(queries.stage(), group);
-      const smem_t q = warp_uniform(q_at(base, query));
-      smem_t k = warp_uniform(k_at(base, keys.stage()));
-      mbarrier_wait(q_full(base, query), queries.phase());
-      queries.advance();
-      mbarrier_wait(k_full(base, keys.stage()), keys.phase());
-      take_turn(group);
-      wgmma_fence_operand(s);
-      wgmma_fence();
-      issue_scores(q, k, s);
-      wgmma_commit();
-      pass_turn(group);
-      wgmma_wait<0>();
-      wgmma_fence_operand(s);
-      release(k_empty(base, keys.stage()));
-      keys.advance();
-      if (item.blocks == 1) release(q_empty(base, query));
-      mask();
-      softmax_reference<kTokens>(s, state, rescale, scale_log2, kSlack);
-      softmax_exponentials<kTokens>(s, state, rescale, scale_log2);
-      pack_probabilities<Element, kTokens>(s, p);
-#pragma unroll 1
-      for (int left = item.blocks - 1; left > 0; --left) {
-        k = warp_uniform(k_at(base, keys.stage()));
-        const smem_t v = warp_uniform(v_at(base, values.stage()));
-        mbarrier_wait(k_full(base, keys.stage()), keys.phase());
-        mbarrier_wait(v_full(base, values.stage()), values.phase());
-        take_turn(group);
-        wgmma_fence_operand(s);
-        wgmma_fence_operand(p);
-        wgmma_fence_operand(acc);
-        wgmma_fence();
-        issue_scores(q, k, s);
-        wgmma_commit();
-        issue_values(p, v, acc);
-        wgmma_commit();
-        pass_turn(group);
-        wgmma_wait<1>();
-        wgmma_fence_operand(s);
-        release(k_empty(base, keys.stage()));
-        keys.advance();
-        if (left == 1) release(q_empty(base, query));
-        token += kTokens;
-        mask();
-        softmax_reference<kTokens>(s, state, rescale, scale_log2, kSlack);
-        softmax_exponentials<kTokens>(s, state, rescale, scale_log2);
-        wgmma_fence_operand(s);  // before the wait, not behind it
-        wgmma_wait<0>();
-        wgmma_fence_operand(acc);
-        wgmma_fence_operand(p);
-        wgmma_fence_operand(s);
-        release(v_empty(base, values.stage()));
-        values.advance();
-        if (warp_any(rescale[0] != 1.f || rescale[1] != 1.f)) scale_rows(acc, rescale);
-        pack_probabilities<Element, kTokens>(s, p);
-      }
-      const smem_t v = warp_uniform(v_at(base, values.stage()));
-      mbarrier_wait(v_full(base, values.stage()), values.phase());
-      take_turn(group);
-      wgmma_fence_operand(p);
-      wgmma_fence_operand(acc);
-      wgmma_fence();
-      issue_values(p, v, acc);
-      wgmma_commit();
-      pass_turn(group);
-      wgmma_wait<0>();
-      wgmma_fence_operand(acc);
-      wgmma_fence_operand(p);
-      release(v_empty(base, values.stage()));
-      values.advance();
+  // Scores to probabilities: the mask, the maxima, and exp. Only the last blocks have a border in them: that of the first
+  // row comes before all others.
+  template <int Half>
+  MLAFORGE_DEVICE void soften(float (&s)[Half], float (&rescale)[2]) {
+    if (token + 2 * Half > item.seen(64 * group, causal)) {
+      const int border[2] = {item.seen(64 * group + accumulator_row(0), causal),
+                             item.seen(64 * group + accumulator_row(1), causal)};
+      mask_scores<2 * Half>(s, token, border);
     }
-    item.load_place(reader.place(base));
-    reader.done(base);
-    store_rows<Config>(o, item, 64 * group, state, acc);
+    softmax_reference<2 * Half>(s, state, rescale, scale_log2, kSlack);
+    softmax_exponentials<2 * Half>(s, state, rescale, scale_log2);
   }
-}
+
+  // The scores of the tile's first block.
+  MLAFORGE_DEVICE void first_block(float (&s)[kTokens / 2]) {
+    const smem_t k = warp_uniform(k_at(base, keys.stage()));
+    mbarrier_wait(k_full(base, keys.stage()), keys.phase());
+    take_turn(group);
+    wgmma_fence_operand(s);
+    wgmma_fence();
+    issue_scores(q, k, s);
+    wgmma_commit();
+    pass_turn(group);
+    wgmma_wait<0>();
+    wgmma_fence_operand(s);
+    release(k_empty(base, keys.stage()));
+    keys.advance();
+    float rescale[2];
+    token = 0;
+    soften(s, rescale);
+  }
+
+  // The scores of the next block, and behind them the product of P, of the block before, with V.
+  template <int Half>
+  MLAFORGE_DEVICE void next_block(float (&s)[Half], uint32_t (&p)[kTokens / 4], bool last, int query) {
+    const smem_t k = warp_uniform(k_at(base, keys.stage()));
+    const smem_t v = warp_uniform(v_at(base, values.stage()));
+    mbarrier_wait(k_full(base, keys.stage()), keys.phase());
+    mbarrier_wait(v_full(base, values.stage()), values.phase());
+    take_turn(group);
+    wgmma_fence_operand(s);
+    wgmma_fence_operand(p);
+    wgmma_fence_operand(acc);
+    wgmma_fence();
+    issue_scores(q, k, s);
+    wgmma_commit();
+    issue_values(p, v, acc);
+    wgmma_commit();
+    pass_turn(group);
+    wgmma_wait<1>();
+    wgmma_fence_operand(s);
+    release(k_empty(base, keys.stage()));
+    keys.advance();
+    if (last) release(q_empty(base, query));
+    float rescale[2];
+    token += kTokens;
+    soften(s, rescale);
+    wgmma_fence_operand(s);  // before the wait, not behind it
+    wgmma_wait<0>();
+    wgmma_fence_operand(acc);
+    wgmma_fence_operand(p);
+    wgmma_fence_operand(s);
+    release(v_empty(base, values.stage()));
+    values.advance();
+    if (warp_any(rescale[0] != 1.f || rescale[1] != 1.f)) scale_rows(acc, rescale);
+  }
+
+  // The last product with V.
+  template <int Quarter>
+  MLAFORGE_DEVICE void last_values(uint32_t (&p)[Quarter]) {
+    const smem_t v = warp_uniform(v_at(base, values.stage()));
+    mbarrier_wait(v_full(base, values.stage()), values.phase());
+    take_turn(group);
+    wgmma_fence_operand(p);
+    wgmma_fence_operand(acc);
+    wgmma_fence();
+    issue_values(p, v, acc);
+    wgmma_commit();
+    pass_turn(group);
+    wgmma_wait<0>();
+    wgmma_fence_operand(acc);
+    wgmma_fence_operand(p);
+    release(v_empty(base, values.stage()));
+    values.advance();
+  }
+
+  // Blocks of which these rows see the first `seen` tokens; the last is not narrow, or the only one.
+  MLAFORGE_DEVICE void attend(int seen, int query) {
+    const int blocks = (seen + kTokens - 1) / kTokens;
+    float s[kTokens / 2];
+    uint32_t p[kTokens / 4];
+    q = warp_uniform(q_at(base, query));
+    first_block(s);
+    if (blocks == 1) release(q_empty(base, query));
+    pack_probabilities<Element, kTokens>(s, p);
+    const bool narrow = blocks > 1 && seen - (blocks - 1) * kTokens <= kNarrow;
+#pragma unroll 1
+    for (int left = blocks - 1; left > narrow; --left) {
+      next_block(s, p, left == 1, query);
+      pack_probabilities<Element, kTokens>(s, p);
+    }
+    if (narrow) {
+      float s_narrow[kNarrow / 2];
+      uint32_t p_narrow[kNarrow / 4];
+      next_block(s_narrow, p, true, query);
+      pack_probabilities<Element, kNarrow>(s_narrow, p_narrow);
+      last_values(p_narrow);
+      return;
+    }
+    last_values(p);
+  }
+
+  // A block of K, then of V, that only other rows see: theirs are the products, but turns and buffers go round.
+  MLAFORGE_DEVICE void skip_block() {
+    mbarrier_wait(k_full(base, keys.stage()), keys.phase());
+    __syncwarp();  // no lane still waits for the phase that the release may end
+    release(k_empty(base, keys.stage()));
+    keys.advance();
+    take_turn(group);
+    pass_turn(group);
+    mbarrier_wait(v_full(base, values.stage()), values.phase());
+    __syncwarp();
+    release(v_empty(base, values.stage()));
+    values.advance();
+  }
+
+  MLAFORGE_DEVICE void run(const Output& o) {
+#pragma unroll 1
+    while (true) {
+      reader.wait(base);
+      item.load_work(reader.place(base));
+      if (item.blocks < 0) break;
+      state.reset();
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.f;
+      if (item.blocks > 0) {
+        const int last = (item.rows < 64 * (group + 1) ? item.rows : 64 * (group + 1)) - 1;
+        const int seen = last >= 64 * group ? item.seen(last, causal) : 0;
+        const int query = query_of(queries.stage(), group);
+        mbarrier_wait(q_full(base, query), queries.phase());
+        queries.advance();
+        int skipped = item.blocks;
+        if (seen > 0) {
+          skipped -= (seen + kTokens - 1) / kTokens;
+          attend(seen, query);
+        } else {
+          __syncwarp();
+          release(q_empty(base, query));
+          take_turn(group);
+          pass_turn(group);
+        }
+#pragma unroll 1
+        for (; skipped > 0; --skipped) skip_block();
+      }
+      item.load_place(reader.place(base));
+      reader.done(base);
+      store_rows<Config>(o, item, 64 * group, state, acc);
+    }
+  }
+};
 
 // Grid: as many blocks as there are multiprocessors, or fewer. Strides of q, k and v are in the tensor maps; those of
 // `out` in bytes. `counter` is 0 beforehand.
@@ -452,7 +521,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     take_registers<kAttentionRegisters>();
     const int group = warp / 4;
     if (group == kGroups - 1) pass_turn(group);  // the first turn
-    attend(base, group, {static_cast<unsigned char*>(out), out_stride_t, out_stride_h, lse, total_q}, scale_log2, causal);
+    Attention attention{base, group, causal, scale_log2};
+    attention.run({static_cast<unsigned char*>(out), out_stride_t, out_stride_h, lse, total_q});
   }
 }
 

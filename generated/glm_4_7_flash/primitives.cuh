@@ -560,9 +560,11 @@ MLAFORGE_DEVICE void fma_rs(float (&d)[Count], const uint32_t* a, uint64_t b, bo
 
 }  // namespace detail
 
-// D = A B^T, or D += A B^T with `accumulate`: A and B from shared memory, both K-major; B has N rows.
-template <class Element, int N>
-MLAFORGE_DEVICE void wgmma_ss_k(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+// D = A B^T, or D += A B^T with `accumulate`: A and B from shared memory, both K-major; B has N rows. D may be wider than
+// that: the product then goes to its first columns.
+template <class Element, int N, int Count>
+MLAFORGE_DEVICE void wgmma_ss_k(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(N / 2 <= Count, "D holds the columns");
   if constexpr (N == 80) {
     detail::ss_k_80(Element{}, d, a, b, accumulate);
   } else {

@@ -56,6 +56,7 @@ struct Item {
   // What the products need to know of an item, and what its results do.
   MLAFORGE_DEVICE void load_work(smem_t at) {
     blocks = load_shared_s32(at);
+    rows = load_shared_s32(at + 8);
     length = load_shared_s32(at + 20);
     border = load_shared_s32(at + 24);
   }
@@ -68,6 +69,11 @@ struct Item {
     load_work(at);
     load_place(at);
     k_row = load_shared_s32(at + 12);
+  }
+  // Row r of the tile sees the tokens before this one.
+  MLAFORGE_DEVICE int seen(int r, int causal) const {
+    const int end = border + causal * r;
+    return end < length ? end : length;
   }
   // Tokens of the last block that the sequence has.
   template <class C>
@@ -95,9 +101,7 @@ MLAFORGE_DEVICE Item tile_of(const Sequences& s, Rows q, Rows k, int at) {
   item.head = first_head + rank % heads;
   item.length = k.count;
   item.border = s.causal ? k.count - q.count + 1 + row : k.count;
-  const int last = (item.rows < C::kRows ? item.rows : C::kRows) - 1;
-  int seen = item.border + (s.causal ? last : 0);
-  seen = seen < k.count ? seen : k.count;
+  const int seen = item.seen((item.rows < C::kRows ? item.rows : C::kRows) - 1, s.causal);
   item.blocks = seen > 0 ? (seen + C::kTokens - 1) / C::kTokens : 0;
   return item;
 }

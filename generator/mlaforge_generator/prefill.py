@@ -64,6 +64,8 @@ class PrefillTile:
     """Tiles of Q in shared memory at once."""
     groups: int
     """Warpgroups that multiply, 64 rows each."""
+    narrow: int
+    """Tokens of a last block for which a product half as wide does; 0 where there is no such product."""
     subtiles_qk: int
     """Subtiles of 64 columns in a row of Q or K; the last may be part zeros."""
     items: int
@@ -151,7 +153,8 @@ def _tiles(spec: Spec, stages: int = MIN_STAGES) -> Iterator[PrefillTile]:
     for groups, tokens in order:
         if sum(use.registers for use in _register_uses(spec, tokens)) <= _REGISTERS[groups][0]:
             subtiles = -(-d_qk(spec) // SUBTILE_COLUMNS)
-            yield PrefillTile(ROWS * groups, tokens, stages, 1, groups, subtiles, items=2)
+            narrow = tokens // 2 if tokens // 2 in (32, 64) else 0
+            yield PrefillTile(ROWS * groups, tokens, stages, 1, groups, narrow, subtiles, items=2)
 
 
 def _tile(spec: Spec, target: Target) -> PrefillTile | Problem:

@@ -823,8 +823,9 @@ void matmul(float* d, const uint32_t* a_registers, std::uint64_t a, std::uint64_
 
 }  // namespace sim
 
-template <class Element, int N>
-void wgmma_ss_k(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, Where where = Where::current()) {
+template <class Element, int N, int Count>
+void wgmma_ss_k(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate, Where where = Where::current()) {
+  static_assert(N / 2 <= Count, "D holds the columns");
   sim::matmul<Element, N, false>(d, nullptr, a, b, accumulate, where);
 }
 template <class Element, int N>
