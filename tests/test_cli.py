@@ -74,6 +74,9 @@ def test_plan_prints_every_number(name: str) -> None:
         assert barrier.constant in result.stdout
     for choice in plan.choices:
         assert choice.field in result.stdout and choice.why in result.stdout
+    if plan.prefill is not None:
+        for region in plan.prefill.smem.regions:
+            assert re.search(rf"^\s*{region.offset:,}\s+{region.size:,}\s+{region.name}\s", result.stdout, re.MULTILINE)
     for words in (
         "in the bytes of P",
         "Tensor maps",
@@ -281,26 +284,30 @@ def test_compile_reports(cache: Path, tmp_path: Path) -> None:
     assert [(report["spec"], report["file"]) for report in reports] == [
         ("deepseek_v3", "decode.cu"),
         ("deepseek_v3", "combine.cu"),
+        ("deepseek_v3", "prefill.cu"),
         ("minicpm3", "decode.cu"),
         ("minicpm3", "combine.cu"),
+        ("minicpm3", "prefill.cu"),
     ]
     plan = make_plan(load_spec(find_spec("deepseek_v3")))
     assert reports[0]["dynamic_smem"] == plan.decode.smem.total and reports[1]["dynamic_smem"] == 0
+    assert plan.prefill is not None and reports[2]["dynamic_smem"] == plan.prefill.smem.total
     for report in reports:
         (kernel,) = report["kernels"]
         assert kernel["spill_stores"] == kernel["spill_loads"] == kernel["stack_frame"] == 0
         assert not kernel["serialized"] and 0 < kernel["registers"] <= 255
         assert report["dynamic_smem"] + kernel["static_smem"] <= report["smem_limit"]
         assert {"nvrtc", "key", "cache"} <= set(report["seconds"])
-        wgmma = report["file"] == "decode.cu"
+        wgmma = report["file"] != "combine.cu"
         assert (kernel["sass"].get("HGMMA", 0) > 0) == (kernel["sass"].get("UTMALDG", 0) > 0) == wgmma
     warm = json.loads(run("compile", "deepseek_v3", "--json").stdout)
     assert all(report["cache_hit"] for report in warm)
-    assert [report["key"] for report in warm] == [report["key"] for report in reports[:2]]
+    assert [report["key"] for report in warm] == [report["key"] for report in reports[:3]]
     text = run("compile", "deepseek_v3").stdout
     for words in (
         "mla_decode",
         "mla_combine",
+        "mla_prefill",
         f"{plan.decode.smem.total:,}",
         "HGMMA",
         "UTMALDG",
@@ -432,12 +439,22 @@ def test_make_without_a_gpu(no_gpu: None, tmp_path: Path) -> None:
     assert (tmp_path / "deepseek_v3" / "manifest.json").is_file()
     assert "mla_decode" in result.stdout and "absorption: " in result.stdout
     assert "no CUDA GPU found: the kernels were compiled for it" in result.stdout
-    assert result.stdout.splitlines()[-1] == "all 3 problems accepted"
+    assert "all 3 problems accepted" in result.stdout
+    assert result.stdout.splitlines()[-1] == "all 1 prefill problems accepted"
 
 
 def test_verify_under_the_simulator() -> None:
     result = run("verify", "minicpm3", "--device", "sim", "--mode", "lazy", "--problem", "lengths=70 h_q=16")
     assert result.exit_code == 0 and "all 1 problems accepted" in result.stdout
+
+
+def test_a_prefill_problem_is_told_by_its_words(on_cpu: Decoders) -> None:
+    result = run("verify", "minicpm3", "--device", "cpu", "--problem", "q=3 k=4")
+    assert result.exit_code == 2 and "minicpm3: there is no prefill kernel" in result.stderr
+    result = run("verify", "minicpm3", "--problem", "q=3 k=4,5")
+    assert result.exit_code == 2 and "as many lengths" in result.stderr
+    result = run("trace", "minicpm3", "--problem", "q=3 k=4")
+    assert result.exit_code == 2 and "of decode only" in result.stderr
 
 
 def test_failure_under_the_simulator_replays_with_its_schedule(

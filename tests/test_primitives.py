@@ -704,7 +704,7 @@ def run_wgmma_ss_k(
 @pytest.mark.parametrize("offset", [0, 1024, 140 * 1024])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize("n", (*WIDTHS, 80))
 def test_wgmma_ss_k(machine: Machine, n: int, dtype: str, accumulate: bool, offset: int) -> None:
     run_wgmma_ss_k(machine, n, dtype, accumulate, offset)
 

@@ -17,6 +17,7 @@ from hypothesis import given
 from mlaforge.manifest import read_manifest
 from mlaforge_generator import render as render_module
 from mlaforge_generator.plan import CombinePlan, DecodePlan, Plan, make_plan
+from mlaforge_generator.prefill import PrefillPlan
 from mlaforge_generator.render import render
 from mlaforge_generator.resources import find_spec, spec_dir, template_dir
 from mlaforge_generator.spec import Spec, load_spec
@@ -51,6 +52,13 @@ def check_text(plan: Plan, files: dict[str, str]) -> None:
     assert int(found["kStages"]) == decode.tile.stages and int(found["kPageSize"]) == decode.page_size
     assert all(int(found[region.constant]) == region.offset for region in decode.smem.regions)
     assert all(int(found[barrier.constant]) == barrier.id for barrier in decode.named_barriers)
+    prefill = plan.prefill
+    assert (prefill is None) == ("prefill.cu" not in files)
+    if prefill is not None:
+        found = constants(files["prefill.cu"])
+        assert int(found["kHeadDimQK"]) == prefill.d_qk and int(found["kRows"]) == prefill.tile.rows
+        assert int(found["kStages"]) == prefill.tile.stages and int(found["kQueries"]) == prefill.tile.queries
+        assert all(int(found[region.constant]) == region.offset for region in prefill.smem.regions)
 
 
 @given(specs())
@@ -102,18 +110,19 @@ def plain_plan() -> Plan:
         lambda: [plan_of("deepseek_v3").decode, plan_of("mistral_small_4").decode],
         lambda: [plain_plan().decode],
         lambda: [plan_of().combine],
+        lambda: [each for each in (plan_of().prefill, plan_of("glm_5").prefill) if each is not None],
     ],
-    ids=["skewed", "plain", "combine"],
+    ids=["skewed", "plain", "combine", "prefill"],
 )
-def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | CombinePlan]]) -> None:
+def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | CombinePlan | PrefillPlan]]) -> None:
     kernels = choose()
     text = (template_dir() / kernels[0].template).read_text(encoding="utf-8")
-    name = r"\b((?:plan|region|barrier|group|limit|parameter)\.[\w.]+)"
+    name = r"\b((?:plan|region|barrier|group|limit|parameter|role)\.[\w.]+)"
     variables = list(re.finditer(rf"(?:\{{\{{|\{{%|\bin\b)[^%}}]*?{name}", text))
     assert len(variables) > 5
     environment = render_module._environment()
 
-    def renders(text: str, kernel: DecodePlan | CombinePlan) -> bool:
+    def renders(text: str, kernel: DecodePlan | CombinePlan | PrefillPlan) -> bool:
         try:
             environment.from_string(text).render(plan=kernel, banner="")
         except UNDEFINED:
@@ -174,7 +183,11 @@ def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
     assert manifest.decode.boxes == {each.tensor: each.box for each in decode.tensor_maps}
     assert manifest.combine.threads == combine.threads and manifest.combine.rows_per_block == combine.rows_per_block
     assert manifest.combine.parts_per_block == combine.parts_per_block
-    for kernel, maps in ((manifest.decode, 2), (manifest.combine, 0)):
+    assert manifest.prefill is not None and plan.prefill is not None
+    assert manifest.prefill.smem_bytes == plan.prefill.smem.total
+    assert (manifest.prefill.d_qk, manifest.prefill.d_v) == (plan.prefill.d_qk, plan.prefill.d_v)
+    assert manifest.prefill.boxes == {each.tensor: each.box for each in plan.prefill.tensor_maps}
+    for kernel, maps in ((manifest.decode, 2), (manifest.combine, 0), (manifest.prefill, 3)):
         text = kernel.source.read_text(encoding="utf-8")
         parameters = [(parameter.ctype, parameter.name) for parameter in kernel.parameters]
         assert signature(text, kernel.entry)[maps:] == parameters

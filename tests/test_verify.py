@@ -49,6 +49,7 @@ class Manifest:
     d_v: int = 64
     softmax_scale: float = 0.135234
     cache: Cache = field(default_factory=Cache)
+    prefill: None = None
 
 
 @dataclass(frozen=True)

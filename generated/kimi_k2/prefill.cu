@@ -130,6 +130,7 @@ MLAFORGE_DEVICE void walk(smem_t base, const Sequences& s, int32_t* counter) {
 #pragma unroll 1
     while (ticket < before + all) {
       mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);
+      __syncwarp();  // no lane still waits for a phase that could be over before it looks
       const int at = ticket - before - (end - tiles);
       if (0 <= at && at < tiles) {
         tile_of<Config>(s, Rows(s.cu_q, i, s.total_q), Rows(s.cu_k, i, s.total_k), at).store(item_at(base, ring.stage()));
@@ -145,6 +146,7 @@ MLAFORGE_DEVICE void walk(smem_t base, const Sequences& s, int32_t* counter) {
     before += all;
   }
   mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);
+  __syncwarp();
   if (lane_id() == 0) {
     Item{-1, 0, 0, 0, 0, 0, 0}.store(item_at(base, ring.stage()));
     mbarrier_arrive(item_full(base, ring.stage()));

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from mlaforge.compiler import CompiledKernel
     from mlaforge.manifest import Manifest
     from mlaforge.reference import AttentionDims
-    from mlaforge.verify import Problem, Report
+    from mlaforge.verify import Errors, Problem, Report
+    from mlaforge.verify_prefill import Prefiller, PrefillProblem
 
 _EXIT_CODES = """
 \b
@@ -376,7 +377,8 @@ def _compile(folders: Sequence[Path]) -> list[tuple[Manifest, CompiledKernel]]:
 
 
 def _dynamic_smem(manifest: Manifest, kernel: CompiledKernel) -> int:
-    return manifest.decode.smem_bytes if kernel.source == manifest.decode.source else 0
+    sizes = {each.source: each.smem_bytes for each in (manifest.decode, manifest.prefill) if each is not None}
+    return sizes.get(kernel.source, 0)
 
 
 def _compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
@@ -489,8 +491,8 @@ def verify(
 ) -> None:
     """Compare kernels with float64, on a GPU or under the simulator.
 
-    By the acceptance criteria of FlashMLA's own tests. What fails is made as small as it still fails, and printed as a
-    command line that replays it.
+    Decode, then prefill with a third as many problems. By the acceptance criteria of FlashMLA's own tests. What fails
+    is made as small as it still fails, and printed as a command line that replays it.
     """
     if matrix and text is not None:
         raise click.UsageError("--matrix and --problem exclude each other")
@@ -514,7 +516,7 @@ class _Run:
     examples: int | None = None
     max_tokens: int | None = None
     matrix: bool = False
-    problem: Problem | None = None
+    problem: Problem | PrefillProblem | None = None
     device: str = "cuda"
     mode: str = "random"
     schedule_seed: int = 0
@@ -526,14 +528,25 @@ class _Run:
         return self.device == "sim"
 
 
-def _parse_problem(text: str) -> Problem:
+def _parse_problem(text: str) -> Problem | PrefillProblem:
     _require_torch()
     from mlaforge.verify import Problem
+    from mlaforge.verify_prefill import PrefillProblem
 
+    prefill = any(word.startswith(("q=", "k=")) for word in text.split())
     try:
-        return Problem.parse(text)
+        return PrefillProblem.parse(text) if prefill else Problem.parse(text)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--problem") from None
+
+
+def _parse_decode_problem(text: str) -> Problem:
+    problem = _parse_problem(text)
+    from mlaforge.verify import Problem
+
+    if not isinstance(problem, Problem):
+        raise click.BadParameter("a timeline is drawn of decode only", param_hint="--problem")
+    return problem
 
 
 def _require_torch() -> None:
@@ -591,6 +604,8 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
     from mlaforge.simulator import CompilerMissingError, SimulatorOptions
     from mlaforge.toolchain import ToolchainError
     from mlaforge.verify import flashmla_matrix, random_problems, verify_problems
+    from mlaforge.verify_prefill import PrefillProblem
+    from mlaforge.verify_prefill import random_problems as random_prefill_problems
 
     options = SimulatorOptions(seed=run.schedule_seed, mode=run.mode)
     try:
@@ -600,13 +615,19 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
         raise _Toolchain(str(error)) from None
     except (CompileError, ToolchainError) as error:
         raise _Toolchain(str(error)) from None
+    if isinstance(run.problem, PrefillProblem):
+        if mla.manifest.prefill is None:
+            raise _Usage(f"{spec}: there is no prefill kernel; `mlaforge plan` says why")
+        _verify_prefill(spec, mla, run, [run.problem])
+        return
     if run.problem is not None:
         problems = [run.problem]
     elif run.matrix:
         problems = list(flashmla_matrix())
     else:
         examples, tokens = (12, 1000) if run.simulated else (200, 1 << 18)
-        problems = random_problems(mla.manifest, run.examples or examples, run.seed, run.max_tokens or tokens)
+        tokens = run.max_tokens or tokens
+        problems = random_problems(mla.manifest, run.examples or examples, run.seed, tokens)
     start = time.perf_counter()
     with _progress("verifying", len(problems)) as advance:
 
@@ -619,15 +640,48 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
     _print([_verify_table(report, time.perf_counter() - start)])
     if report.failure is None:
         click.echo(f"all {report.problems} problems accepted")
+        if run.problem is None and not run.matrix and mla.manifest.prefill is not None:
+            tokens = min(tokens, 1 << 14)  # The reference takes the square of it.
+            count = -(-len(problems) // 3)
+            _verify_prefill(spec, mla, run, random_prefill_problems(mla.manifest, count, run.seed, tokens))
         return
     failure = report.failure
-    for line in failure.errors.failures:
-        click.echo(f"failed: {line}")
-    if failure.found != failure.problem:
-        click.echo(f"found as: {failure.found}")
-    schedule = f" --device sim --mode {run.mode} --schedule-seed {run.schedule_seed}" if run.simulated else ""
-    click.echo(f"reproduce: {failure.problem.to_repro(spec)}{schedule}")
+    _show_failure(spec, run, failure.found, failure.problem, failure.errors)
     raise _Failure(f"{spec}: problem {report.problems} of {len(problems)} failed")
+
+
+def _show_failure(
+    spec: str, run: _Run, found: Problem | PrefillProblem, small: Problem | PrefillProblem, errors: Errors
+) -> None:
+    for line in errors.failures:
+        click.echo(f"failed: {line}")
+    if found != small:
+        click.echo(f"found as: {found}")
+    schedule = f" --device sim --mode {run.mode} --schedule-seed {run.schedule_seed}" if run.simulated else ""
+    click.echo(f"reproduce: {small.to_repro(spec)}{schedule}")
+
+
+def _verify_prefill(spec: str, mla: Prefiller, run: _Run, problems: Sequence[PrefillProblem]) -> None:
+    """Run the problems and print what came of them; `_Failure` if one is not accepted."""
+    from mlaforge.verify import Report
+    from mlaforge.verify_prefill import verify_problems
+
+    report = Report()
+    start = time.perf_counter()
+    with _progress("verifying prefill", len(problems)) as advance:
+
+        def after(problem: PrefillProblem, errors: Errors) -> None:
+            report.add(problem.kind, errors)
+            if run.verbose:
+                click.echo(problem, err=True)
+            advance()
+
+        failure = verify_problems(mla, problems, after, device="cpu" if run.simulated else run.device)
+    _print([_verify_table(report, time.perf_counter() - start)])
+    if failure is not None:
+        _show_failure(spec, run, failure.found, failure.problem, failure.errors)
+        raise _Failure(f"{spec}: prefill problem {report.problems} of {len(problems)} failed")
+    click.echo(f"all {report.problems} prefill problems accepted")
 
 
 def _verify_table(report: Report, seconds: float) -> Table:
@@ -733,7 +787,7 @@ def trace(
     """
     with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
         (folder,) = _folders([spec], Path(scratch))
-        problem = _parse_problem(text) if text is not None else None
+        problem = _parse_decode_problem(text) if text is not None else None
         _require_torch()
         from mlaforge.simulator import CompilerMissingError, SimulatorOptions
         from mlaforge.trace import to_perfetto, to_svg, trace_decode

@@ -1,8 +1,8 @@
 """The plan of the prefill kernel: decompressed attention over sequences that lie one behind the other.
 
 How a tile is cut follows from two budgets. Registers: a warpgroup holds 64 rows of O and S in float32 and of P in 16
-bits, S and P of different blocks at the same time, for the scores of a block are computed beside the product of the block
-before with V. Shared memory: at least two blocks of K and two of V, beside Q.
+bits, S and P of different blocks at the same time, for the scores of a block are computed beside the product of the
+block before with V. Shared memory: at least two blocks of K and two of V, beside Q.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from .errors import Problem, SpecError
 from .plan import (
     ELEMENT_BYTES,
     LINE,
@@ -28,7 +29,6 @@ from .plan import (
     WarpRole,
 )
 from .spec import Spec
-from .errors import Problem, SpecError
 from .target import TARGETS, Target
 
 D_V_CHOICES = (64, 128, 192, 256)

@@ -14,7 +14,7 @@ import random
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ LSE_REL_TOLERANCE = 8.01 / 65536
 
 IMPOSSIBLE_PAGE = 2_147_480_000
 """What FlashMLA's tests write in table entries that no token needs."""
+
+_P = TypeVar("_P")
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Elements around `out` and `lse` that must stay as they are; a multiple of any alignment asked for.
@@ -143,8 +145,7 @@ class Problem:
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
             if each.name == "lengths":
-                runs = [(length, len(list(group))) for length, group in itertools.groupby(self.lengths)]
-                words.append("lengths=" + ",".join(str(n) if count == 1 else f"{n}x{count}" for n, count in runs))
+                words.append(f"lengths={shown_lengths(self.lengths)}")
             elif value != each.default:
                 words.append(f"{each.name}={int(value) if isinstance(value, bool) else value}")
         return " ".join(words)
@@ -161,7 +162,7 @@ class Problem:
             if name in values:
                 raise ValueError(f"{name} is given twice")
             try:
-                values[name] = _parse_lengths(value) if name == "lengths" else _parse_number(value, known[name].type)
+                values[name] = parse_lengths(value) if name == "lengths" else _parse_number(value, known[name].type)
             except ValueError:
                 form = "as in 1,64x3,0" if name == "lengths" else "a number"
                 raise ValueError(f"{word!r}: {value!r} is not {form}") from None
@@ -178,7 +179,14 @@ def _parse_number(text: str, kind: object) -> float:
     return float(text) if kind == "float" else bool(int(text)) if kind == "bool" else int(text)
 
 
-def _parse_lengths(text: str) -> tuple[int, ...]:
+def shown_lengths(lengths: Sequence[int]) -> str:
+    """Write lengths, repeats counted, as in 1,64x3,0."""
+    runs = [(length, len(list(group))) for length, group in itertools.groupby(lengths)]
+    return ",".join(str(n) if count == 1 else f"{n}x{count}" for n, count in runs)
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Read what `shown_lengths` gave. ValueError if it is none."""
     lengths: list[int] = []
     for run in text.split(","):
         length, times, count = run.partition("x")
@@ -240,13 +248,13 @@ def make_inputs(problem: Problem, manifest: Manifest, device: str | torch.device
         if i == problem.nan_request:
             values[length // 2 : length // 2 + 1] = math.nan
         cache[block_table[i, tokens // page_size].long(), tokens % page_size] = values.to(dtype)
-    out, out_guards = _poisoned((b, s_q, h_q, manifest.d_v), dtype, device)
-    lse, lse_guards = _poisoned((b, h_q, s_q), torch.float32, device)
+    out, out_guards = poisoned((b, s_q, h_q, manifest.d_v), dtype, device)
+    lse, lse_guards = poisoned((b, h_q, s_q), torch.float32, device)
     kv_cache = cache.squeeze(2) if problem.cache_3d else cache
     return Inputs(q, kv_cache, block_table, lengths, out, lse, (*out_guards, *lse_guards))
 
 
-def _poisoned(
+def poisoned(
     shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """Give a tensor full of NaN, and the NaN around it."""
@@ -481,11 +489,18 @@ def run_problem(mla: Decoder, problem: Problem, device: str | torch.device = "cu
 
 def shrink(problem: Problem, fails: Callable[[Problem], bool], max_runs: int = _SHRINK_RUNS) -> Problem:
     """Make a failing problem simpler, step by step, for as long as it fails and at most `max_runs` are tried."""
+    return shrink_by(_simpler, problem, fails, max_runs)
+
+
+def shrink_by(
+    simpler: Callable[[_P], Iterable[_P]], problem: _P, fails: Callable[[_P], bool], max_runs: int = _SHRINK_RUNS
+) -> _P:
+    """The same of any kind of problem; `simpler` gives those that are simpler by one step, the large steps first."""
     runs = 0
     progress = True
     while progress:
         progress = False
-        for candidate in _simpler(problem):
+        for candidate in simpler(problem):
             if runs == max_runs:
                 return problem
             runs += 1
@@ -508,24 +523,24 @@ def _simpler(problem: Problem) -> Iterator[Problem]:
         if candidate != problem:
             yield candidate
 
-    for lengths in _fewer(problem.lengths):
+    for lengths in fewer(problem.lengths):
         yield from change(lengths=lengths, nan_request=-1)
         yield from change(lengths=lengths)
     for each in dataclasses.fields(Problem):
         if each.name not in {"lengths", "s_q", "h_q", "seed"}:
             yield from change(**{each.name: each.default})
-    for smaller in _lower(problem.s_q, 1):
+    for smaller in lower(problem.s_q, 1):
         yield from change(s_q=smaller)
-    for smaller in _lower(problem.h_q, 1):
+    for smaller in lower(problem.h_q, 1):
         yield from change(h_q=smaller)
         yield from change(h_q=smaller, h_kv=1)
     yield from change(lengths=tuple(length // 2 for length in problem.lengths))
     for i, length in enumerate(problem.lengths):
-        for smaller in _lower(length, 0):
+        for smaller in lower(length, 0):
             yield from change(lengths=(*problem.lengths[:i], smaller, *problem.lengths[i + 1 :]))
 
 
-def _fewer(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def fewer(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Leave out halves, quarters, ... and at last single requests."""
     size = len(lengths) // 2
     while size:
@@ -534,7 +549,7 @@ def _fewer(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
         size //= 2
 
 
-def _lower(value: int, least: int) -> Iterator[int]:
+def lower(value: int, least: int) -> Iterator[int]:
     """Give smaller numbers, the smallest first, and close ones last."""
     yield from sorted({n for n in (least, value // 4, value // 2, value * 3 // 4, value - 1) if least <= n < value})
 
@@ -567,10 +582,9 @@ class Report:
         """Whether every result was accepted."""
         return self.failure is None
 
-    def add(self, problem: Problem, errors: Errors) -> None:
-        """Take in the errors of one problem."""
+    def add(self, kind: str, errors: Errors) -> None:
+        """Take in the errors of one problem of a kind."""
         self.problems += 1
-        kind = problem.kind
         self.counts[kind] = self.counts.get(kind, 0) + 1
         worst = self.worst.get(kind, Errors())
         self.worst[kind] = Errors(
@@ -612,9 +626,9 @@ def verify_problems(
         if progress is not None:
             progress(problem)
         errors = run_problem(mla, problem, device)
-        report.add(problem, errors)
+        report.add(problem.kind, errors)
         if not errors.ok:
-            small = shrink(problem, _failing(mla, device)) if _usable(device) else problem
+            small = shrink(problem, _failing(mla, device)) if usable(device) else problem
             if small != problem:
                 errors = run_problem(mla, small, device)
             report.failure = Failure(problem, small, errors)
@@ -624,12 +638,12 @@ def verify_problems(
 
 def _failing(mla: Decoder, device: str | torch.device) -> Callable[[Problem], bool]:
     def fails(problem: Problem) -> bool:
-        return _usable(device) and not run_problem(mla, problem, device).ok
+        return usable(device) and not run_problem(mla, problem, device).ok
 
     return fails
 
 
-def _usable(device: str | torch.device) -> bool:
+def usable(device: str | torch.device) -> bool:
     """Whether the device still works: an illegal access leaves a CUDA context broken for good."""
     try:
         torch.zeros(1, device=device).item()
