@@ -61,8 +61,8 @@ static_assert(kOffsetBarriers % 8 == 0, "mbarriers are words of 8 bytes");
 constexpr int kLoader = 4 * kGroups;  // warps
 constexpr int kCleaner = kLoader + 1;
 constexpr int kWalker = kLoader + 2;
-constexpr int kLoaderRegisters = 32;
-constexpr int kAttentionRegisters = 240;
+constexpr int kLoaderRegisters = 40;
+constexpr int kAttentionRegisters = 232;
 constexpr int kTurnBarrier = 1;  // 2 x 256 threads: the warpgroup before has issued its products
 
 // How far, in powers of two, a row's scores may pass the maximum that its sums refer to before O is rescaled.

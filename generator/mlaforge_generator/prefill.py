@@ -44,10 +44,12 @@ MAX_STAGES = 4
 L2_BYTES = 32 << 20
 """Of L2's 50 MiB: what the keys and values of a section of heads may take, so that all its tiles find them there."""
 
-# Registers of a thread by the number of warpgroups that multiply: theirs, and those of the warpgroup that feeds them.
-_REGISTERS = {2: (240, 32), 3: (160, 32)}
+# Registers of a thread by the number of warpgroups that multiply: theirs, and those of the warpgroup that feeds them. All
+# together take no more than the launch hands out in equal parts, three times 168 or four times 128: a warpgroup that asks
+# for more would wait for ever.
+_REGISTERS = {2: (232, 40), 3: (160, 32)}
 _BASE_REGISTERS = 24  # Accumulators begin at R24: below are addresses and loops.
-_ROW_REGISTERS = 24  # Row maxima and sums, borders, what the item is.
+_ROW_REGISTERS = 20  # Row maxima and sums, borders, what the item is.
 
 
 @dataclass(frozen=True)
