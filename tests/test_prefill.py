@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +37,11 @@ from mlaforge_generator.prefill import PrefillPlan
 from mlaforge_generator.spec import Spec
 from prefilling import HEADS, folder_of, simulated, spec_of
 from strategies import specs
+from test_verify import one_thread as one_thread
 
 GENERATED = Path(__file__).parents[1] / "generated"
-FOLDERS = sorted(path.parent for path in GENERATED.glob("*/manifest.json"))
+# One of the shipped folders for each shape: the kernels of the others differ in the name of the spec alone.
+FOLDERS = [GENERATED / name for name in ("deepseek_v3", "glm_5", "minicpm3", "mistral_small_4")]
 MODES = ("random", "lazy", "eager")
 SHAPES = list(HEADS)
 
@@ -154,6 +157,14 @@ def compiled(source: Path) -> Any:
     return compile_kernel(source).with_sass()
 
 
+def test_one_kernel_for_each_shape() -> None:
+    def text(folder: Path) -> str:
+        return re.sub("//.*", "", (folder / "prefill.cu").read_text())
+
+    assert {text(path.parent) for path in GENERATED.glob("*/manifest.json")} == {text(folder) for folder in FOLDERS}
+    assert len({text(folder) for folder in FOLDERS}) == len(FOLDERS) == len(SHAPES)
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_shipped_kernel(folder: Path) -> None:
     manifest = read_manifest(folder)
@@ -171,7 +182,7 @@ def test_shipped_kernel(folder: Path) -> None:
 
 
 def test_other_choices_compile_without_spills() -> None:
-    for spec in (spec_of((192, 128), tile_kv=96), spec_of((192, 128), "fp16"), spec_of((256, 256), "fp16", tile_kv=64)):
+    for spec in (spec_of((192, 128), tile_kv=96), spec_of((256, 256), "fp16", tile_kv=64)):
         report = compiled(folder_of(spec) / "prefill.cu").kernels["mla_prefill"]
         assert report.spill_stores == report.spill_loads == 0 and not report.serialized
 
@@ -202,7 +213,7 @@ def test_edges(shape: tuple[int, int]) -> None:
         accept(mla, problem, SimulatorOptions(seed=seed, mode=MODES[seed % 3], sms=1 + seed % 3))
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 2**32 - 1),
     schedule=st.integers(0, 2**32 - 1),
@@ -211,12 +222,8 @@ def test_edges(shape: tuple[int, int]) -> None:
 )
 def test_random_problems_under_random_schedules(seed: int, schedule: int, mode: str, shape: tuple[int, int]) -> None:
     mla = simulated(shape)
-    problem = random_problem(random.Random(seed), kernel_of(mla.manifest), 420)
+    problem = random_problem(random.Random(seed), kernel_of(mla.manifest), 300)
     accept(mla, problem, SimulatorOptions(seed=schedule, mode=mode))
-
-
-def test_fp16() -> None:
-    accept(simulated((96, 64), "fp16"), EDGES[0], SimulatorOptions())
 
 
 def test_many_sequences_and_sections_of_heads() -> None:
@@ -437,6 +444,7 @@ class Wrong:
 
 
 @pytest.mark.parametrize("fault", ["", "top-left mask", "base-2 lse", "one row more"])
+@pytest.mark.usefixtures("one_thread")
 def test_verification_finds_faults_and_makes_them_small(fault: str) -> None:
     wrong: Any = Wrong(simulated((96, 64)).manifest, fault)
     kernel = kernel_of(wrong.manifest)

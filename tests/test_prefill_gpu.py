@@ -30,7 +30,7 @@ from mlaforge.verify_prefill import (
     run_problem,
     verify_problems,
 )
-from prefilling import HEADS, folder_of, prefill_only, simulated, spec_of
+from prefilling import HEADS, SIMULATED_DTYPE, folder_of, prefill_only, simulated, spec_of
 
 pytestmark = pytest.mark.gpu
 
@@ -183,7 +183,7 @@ def test_current_stream() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_same_results_as_under_the_simulator(shape: tuple[int, int]) -> None:
     """Both multiply exactly and add in float32; only the order of the sums and the last bit of exp2 may differ."""
-    here, there = simulated(shape), variant(shape)
+    here, there = simulated(shape), variant(shape, SIMULATED_DTYPE[shape])
     for seed, problem in enumerate(
         (
             PrefillProblem(q=(130, 0, 1), k=(330, 5, 70), heads=2, seed=1),

@@ -5,10 +5,9 @@ All mutations are in one text, each behind a switch that the environment turns o
 
 from __future__ import annotations
 
-import functools
 import itertools
+import os
 import re
-import tempfile
 from dataclasses import dataclass
 
 import pytest
@@ -116,8 +115,8 @@ MUTATIONS = (
 )  # fmt: skip
 
 
-@functools.cache
-def mutants() -> MLA:
+@pytest.fixture(scope="session")
+def mutants(tmp_path_factory: pytest.TempPathFactory) -> MLA:
     """Give the kernel with all mutations in it, none of them on, and sections of a few hundred tokens."""
     folder = folder_of(spec_of(SHAPE))
     texts = {path.name: path.read_text() for path in folder.glob("*.cu*")}
@@ -132,33 +131,33 @@ def mutants() -> MLA:
     for name, text in texts.items():
         (folder / name).write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        # Of no use to anybody else, so it has no place in the user's cache.
-        patch.setenv("MLAFORGE_CACHE_DIR", tempfile.mkdtemp())
+        # Of no use to anybody else, so it has no place in the user's cache; the workers of a parallel run share it.
+        workers = os.environ.get("PYTEST_XDIST_WORKER") is not None
+        base = tmp_path_factory.getbasetemp()
+        patch.setenv("MLAFORGE_CACHE_DIR", str((base.parent if workers else base) / "mutants"))
         mla = prefill_only(folder, Simulator())
         assert mla._prefill_runner
     return mla
 
 
-def reports(problem: PrefillProblem, options: SimulatorOptions) -> tuple[str, ...]:
-    mla = mutants()
+def reports(mla: MLA, problem: PrefillProblem, options: SimulatorOptions) -> tuple[str, ...]:
     mla.backend.options = options  # type: ignore[union-attr]
     return run_problem(mla, problem, "cpu").failures
 
 
 @pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name.replace(" ", "-"))
-def test_every_mutation_is_caught(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutants()
+def test_every_mutation_is_caught(number: int, mutants: MLA, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLAFORGE_MUTANT", str(number))
     found: list[str] = []
     for mode, seed, sms in SCHEDULES:
         for problem in PROBLEMS:
-            found += reports(problem, SimulatorOptions(seed=seed, mode=mode, sms=sms))
+            found += reports(mutants, problem, SimulatorOptions(seed=seed, mode=mode, sms=sms))
             if any(re.search(MUTATIONS[number].finds, report) for report in found):
                 return
     pytest.fail(f"not caught as {MUTATIONS[number].finds!r}: {found or 'every result was right'}")
 
 
-def test_the_unbroken_kernel_passes_random_schedules() -> None:
+def test_the_unbroken_kernel_passes_random_schedules(mutants: MLA) -> None:
     for seed, (mode, problem) in enumerate(itertools.product(("random", "lazy", "eager"), PROBLEMS)):
         options = SimulatorOptions(seed=seed, mode=mode, sms=1 + seed % 3)
-        assert not reports(problem, options), (problem, options)
+        assert not reports(mutants, problem, options), (problem, options)

@@ -33,6 +33,8 @@ from .target import TARGETS, Target
 
 D_V_CHOICES = (64, 128, 192, 256)
 """Widths of V that are a WGMMA of whole subtiles."""
+MAX_D_QK = 256
+"""Wider rows of Q and K leave too little shared memory for blocks, and no model has them."""
 TILE_KV_CHOICES = (128, 96, 80, 64)
 """Tokens of a block, the best first: the wider the scores, the less often Q is read from shared memory."""
 ROWS = 64
@@ -40,13 +42,13 @@ ROWS = 64
 MIN_STAGES = 2
 """With one block the loads would wait for the products and the products for the loads."""
 MAX_STAGES = 4
-"""More were never needed to keep the tensor cores busy."""
+"""More would only hold what is loaded long before its time."""
 L2_BYTES = 32 << 20
 """Of L2's 50 MiB: what the keys and values of a section of heads may take, so that all its tiles find them there."""
 
-# Registers of a thread by the number of warpgroups that multiply: theirs, and those of the warpgroup that feeds them. All
-# together take no more than the launch hands out in equal parts, three times 168 or four times 128: a warpgroup that asks
-# for more would wait for ever.
+# Registers of a thread by the number of warpgroups that multiply: theirs, and those of the warpgroup that feeds them.
+# Together they take no more than the launch hands out in equal parts, three times 168 or four times 128: a warpgroup
+# that asks for more would wait for ever.
 _REGISTERS = {2: (232, 40), 3: (160, 32)}
 _BASE_REGISTERS = 24  # Accumulators begin at R24: below are addresses and loops.
 _ROW_REGISTERS = 20  # Row maxima and sums, borders, what the item is.
@@ -130,19 +132,11 @@ def _shape_problem(spec: Spec) -> Problem | None:
     if d_v not in D_V_CHOICES:
         choices = ", ".join(map(str, D_V_CHOICES))
         return spec.problem("model.v_head_dim", f"the prefill kernel needs one of {choices}; got {d_v}")
-    names = "qk_nope_head_dim + qk_rope_head_dim"
-    if width % 16:
+    if width % 16 or width > MAX_D_QK:
         return spec.problem(
             "model.qk_nope_head_dim",
-            f"the prefill kernel needs {names} to be a multiple of 16 (K of one WGMMA); got {width}",
-        )
-    limit = TARGETS[spec.target].smem_per_block
-    least = min(_tiles(spec), key=lambda tile: _total(spec, tile))
-    if _total(spec, least) > limit:
-        return spec.problem(
-            "model.qk_nope_head_dim",
-            f"the prefill kernel needs {_total(spec, least):,} B of shared memory for {names} = {width}, a block has "
-            f"{limit:,} B",
+            "the prefill kernel needs qk_nope_head_dim + qk_rope_head_dim to be a multiple of 16 (K of one WGMMA), at "
+            f"most {MAX_D_QK}; got {width}",
         )
     return None
 
