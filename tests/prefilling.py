@@ -9,6 +9,8 @@ from pathlib import Path
 from mlaforge.api import MLA
 from mlaforge.launch import Cuda
 from mlaforge.manifest import read_manifest
+from mlaforge.prefill import PrefillRunner, register
+from mlaforge.prefill_verify import kernel_of
 from mlaforge.simulator import Simulator
 from mlaforge_generator.emit import write_folder
 from mlaforge_generator.plan import make_plan
@@ -39,12 +41,14 @@ def folder_of(spec: Spec) -> Path:
     return folder
 
 
-def prefill_only(folder: Path, backend: Cuda | Simulator) -> MLA:
-    """Load a folder, but for the kernels of decode, whose compile would take twice as long as the test."""
-    mla = object.__new__(MLA)
-    mla.manifest = read_manifest(folder)
-    mla.backend = backend
-    return mla
+class Prefill(MLA):
+    """Without the other kernels, whose compile would take twice as long as the test."""
+
+    def __init__(self, folder: Path, backend: Cuda | Simulator) -> None:
+        self.manifest, self.backend = read_manifest(folder), backend
+        self.runner = PrefillRunner(self.manifest, kernel_of(self.manifest), backend, f"prefill of {folder}")
+        self._prefill = self.runner
+        register(self.runner)
 
 
 # Under the simulator, where a compile takes long, each shape is tried in one dtype.
@@ -52,6 +56,6 @@ SIMULATED_DTYPE = {shape: "fp16" if shape == (128, 128) else "bf16" for shape in
 
 
 @functools.cache
-def simulated(shape: tuple[int, int]) -> MLA:
+def simulated(shape: tuple[int, int]) -> Prefill:
     """Give the prefill kernel of a shape under the simulator."""
-    return prefill_only(folder_of(spec_of(shape, SIMULATED_DTYPE[shape])), Simulator())
+    return Prefill(folder_of(spec_of(shape, SIMULATED_DTYPE[shape])), Simulator())

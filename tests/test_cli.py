@@ -20,6 +20,7 @@ from mlaforge import toolchain
 from mlaforge.manifest import read_manifest
 from mlaforge_generator import cli
 from mlaforge_generator.plan import make_plan
+from mlaforge_generator.prefill_plan import PrefillPlan
 from mlaforge_generator.resources import find_spec, spec_dir
 from mlaforge_generator.schema import schema_text
 from mlaforge_generator.spec import load_spec
@@ -74,9 +75,10 @@ def test_plan_prints_every_number(name: str) -> None:
         assert barrier.constant in result.stdout
     for choice in plan.choices:
         assert choice.field in result.stdout and choice.why in result.stdout
-    if plan.prefill is not None:
-        for region in plan.prefill.smem.regions:
-            assert re.search(rf"^\s*{region.offset:,}\s+{region.size:,}\s+{region.name}\s", result.stdout, re.MULTILINE)
+    prefill = plan.kernels[-1]
+    assert isinstance(prefill, PrefillPlan)
+    for region in prefill.smem.regions:
+        assert re.search(rf"^\s*{region.offset:,}\s+{region.size:,}\s+{region.name}\s", result.stdout, re.MULTILINE)
     for words in (
         "in the bytes of P",
         "Tensor maps",
@@ -281,33 +283,29 @@ def test_compile_reports(cache: Path, tmp_path: Path) -> None:
     result = run("compile", "deepseek_v3", tmp_path / "minicpm3", "--json")
     assert result.exit_code == 0 and result.stderr == ""
     reports: list[dict[str, Any]] = json.loads(result.stdout)
-    assert [(report["spec"], report["file"]) for report in reports] == [
-        ("deepseek_v3", "decode.cu"),
-        ("deepseek_v3", "combine.cu"),
-        ("deepseek_v3", "prefill.cu"),
-        ("minicpm3", "decode.cu"),
-        ("minicpm3", "combine.cu"),
-        ("minicpm3", "prefill.cu"),
-    ]
     plan = make_plan(load_spec(find_spec("deepseek_v3")))
-    assert reports[0]["dynamic_smem"] == plan.decode.smem.total and reports[1]["dynamic_smem"] == 0
-    assert plan.prefill is not None and reports[2]["dynamic_smem"] == plan.prefill.smem.total
+    files = ["decode.cu", *(kernel.file for kernel in plan.kernels)]
+    assert [(report["spec"], report["file"]) for report in reports] == [
+        *(("deepseek_v3", file) for file in files),
+        *(("minicpm3", file) for file in files),
+    ]
+    sizes = [plan.decode.smem.total, *(kernel.smem_bytes for kernel in plan.kernels)]
+    assert [report["dynamic_smem"] for report in reports[: len(files)]] == sizes
     for report in reports:
         (kernel,) = report["kernels"]
         assert kernel["spill_stores"] == kernel["spill_loads"] == kernel["stack_frame"] == 0
         assert not kernel["serialized"] and 0 < kernel["registers"] <= 255
         assert report["dynamic_smem"] + kernel["static_smem"] <= report["smem_limit"]
         assert {"nvrtc", "key", "cache"} <= set(report["seconds"])
-        wgmma = report["file"] != "combine.cu"
-        assert (kernel["sass"].get("HGMMA", 0) > 0) == (kernel["sass"].get("UTMALDG", 0) > 0) == wgmma
+        multiplies = report["file"] in ("decode.cu", "prefill.cu")
+        assert (kernel["sass"].get("HGMMA", 0) > 0) == (kernel["sass"].get("UTMALDG", 0) > 0) == multiplies
     warm = json.loads(run("compile", "deepseek_v3", "--json").stdout)
     assert all(report["cache_hit"] for report in warm)
-    assert [report["key"] for report in warm] == [report["key"] for report in reports[:3]]
+    assert [report["key"] for report in warm] == [report["key"] for report in reports[: len(files)]]
     text = run("compile", "deepseek_v3").stdout
     for words in (
         "mla_decode",
-        "mla_combine",
-        "mla_prefill",
+        *(kernel.entry for kernel in plan.kernels),
         f"{plan.decode.smem.total:,}",
         "HGMMA",
         "UTMALDG",
@@ -319,11 +317,11 @@ def test_compile_reports(cache: Path, tmp_path: Path) -> None:
 
 def test_compile_errors_carry_the_log(tmp_path: Path) -> None:
     run("generate", "deepseek_v3", "-o", tmp_path)
-    kernel = tmp_path / "deepseek_v3" / "combine.cu"
-    kernel.write_text(kernel.read_text().replace("grid_wait();", "grid_weight();"))
+    kernel = tmp_path / "deepseek_v3" / "decode.cu"
+    kernel.write_text(kernel.read_text().replace("ring.advance();", "ring.advances();"))
     result = run("compile", tmp_path / "deepseek_v3")
     assert result.exit_code == 3 and result.stdout == ""
-    assert "grid_weight" in result.stderr and re.search(r"combine\.cu\(\d+\): error", result.stderr)
+    assert "advances" in result.stderr and re.search(r"decode\.cu\(\d+\): error", result.stderr)
 
 
 def test_a_folder_that_is_none_of_ours(tmp_path: Path) -> None:
@@ -440,7 +438,7 @@ def test_make_without_a_gpu(no_gpu: None, tmp_path: Path) -> None:
     assert "mla_decode" in result.stdout and "absorption: " in result.stdout
     assert "no CUDA GPU found: the kernels were compiled for it" in result.stdout
     assert "all 3 problems accepted" in result.stdout
-    assert result.stdout.splitlines()[-1] == "all 1 prefill problems accepted"
+    assert result.stdout.splitlines()[-1] == "prefill: all 3 problems accepted"
 
 
 def test_verify_under_the_simulator() -> None:
@@ -448,13 +446,22 @@ def test_verify_under_the_simulator() -> None:
     assert result.exit_code == 0 and "all 1 problems accepted" in result.stdout
 
 
-def test_a_prefill_problem_is_told_by_its_words(on_cpu: Decoders) -> None:
-    result = run("verify", "minicpm3", "--device", "cpu", "--problem", "q=3 k=4")
-    assert result.exit_code == 2 and "minicpm3: there is no prefill kernel" in result.stderr
-    result = run("verify", "minicpm3", "--problem", "q=3 k=4,5")
+def test_a_prefill_problem_begins_with_the_name(on_cpu: Decoders) -> None:
+    for words in (("--problem", "prefill q=3 k=4"), ("--kernel", "prefill")):
+        result = run("verify", "minicpm3", "--device", "cpu", *words)
+        assert result.exit_code == 2 and "minicpm3: there is no prefill kernel" in result.stderr
+    result = run("verify", "minicpm3", "--problem", "prefill q=3 k=4,5")
     assert result.exit_code == 2 and "as many lengths" in result.stderr
-    result = run("trace", "minicpm3", "--problem", "q=3 k=4")
-    assert result.exit_code == 2 and "of decode only" in result.stderr
+    result = run("trace", "minicpm3", "--problem", "prefill q=3 k=4")
+    assert result.exit_code == 2 and "prefill" in result.stderr
+
+
+def test_verify_of_prefill_under_the_simulator() -> None:
+    result = run("verify", "minicpm3", "--device", "sim", "--kernel", "prefill", "--examples", "3", "-v")
+    assert result.exit_code == 0 and result.stdout.splitlines()[-1] == "prefill: all 3 problems accepted"
+    assert all(line.startswith("prefill q=") for line in lines_of(result)) and len(lines_of(result)) == 3
+    again = run("verify", "minicpm3", "--device", "sim", "--problem", lines_of(result)[0])
+    assert again.exit_code == 0 and again.stdout.splitlines()[-1] == "prefill: all 1 problems accepted"
 
 
 def test_failure_under_the_simulator_replays_with_its_schedule(

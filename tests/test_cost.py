@@ -97,21 +97,22 @@ def test_heads_default_to_those_of_a_rank() -> None:
     assert decode_cost(make_plan(spec), batch=1, context=64).heads == 16
 
 
-POLICY = SchedulePolicy(fixed_overhead_blocks=5, snap_blocks=1, min_part_cost=3)
+POLICY = SchedulePolicy(fixed_overhead_blocks=5, snap_blocks=1, min_part_blocks=3)
 
 
 def by_definition(lengths: list[int], policy: SchedulePolicy, max_parts: int) -> list[int]:
     """Walk every part over every request and count those that hold a block of it."""
     blocks = [max(-(-length // 64), 1) for length in lengths]
     costs = [count + policy.fixed_overhead_blocks for count in blocks]
-    parts = min(max(sum(costs) // policy.min_part_cost, 1), max_parts)
+    parts = min(max(sum(blocks) // policy.min_part_blocks, 1), max_parts)
+    shortest = sum(costs) // parts
 
     def pieces(begin: int, length: int, count: int) -> list[int]:
         return [begin + length // count * i + min(i, length % count) for i in range(count)]
 
     def before(at: int, request: int) -> int:
         t = at - sum(costs[:request])
-        snap = policy.snap_blocks
+        snap = policy.snap_blocks if shortest > 2 * policy.snap_blocks + 1 else 0
         return 0 if t <= snap else blocks[request] if t >= blocks[request] - snap else t
 
     cuts = pieces(0, sum(costs), parts)
@@ -121,9 +122,11 @@ def by_definition(lengths: list[int], policy: SchedulePolicy, max_parts: int) ->
         if len(lengths) > parts:
             even = requests[::whole] if len(lengths) % whole == 0 else []
         else:
-            even = [cut for start in requests for cut in pieces(start, blocks[0], parts // len(lengths))]
+            count = min(parts // len(lengths), blocks[0])
+            even = [cut for start in requests for cut in pieces(start, blocks[0], count)]
         if 16 * len(even) >= 15 * parts:
             cuts = even
+            shortest = blocks[0] // count if len(lengths) <= parts else blocks[0]
     cuts.append(sum(costs))
     return [
         sum(before(end, request) > before(begin, request) for begin, end in itertools.pairwise(cuts))
@@ -139,7 +142,7 @@ def by_definition(lengths: list[int], policy: SchedulePolicy, max_parts: int) ->
     max_parts=st.sampled_from([1, 2, 33, 66, 132]),
 )
 def test_split_counts_are_the_kernels(lengths: list[int], overhead: int, snap: int, max_parts: int) -> None:
-    policy = SchedulePolicy(fixed_overhead_blocks=overhead, snap_blocks=snap, min_part_cost=3)
+    policy = SchedulePolicy(fixed_overhead_blocks=overhead, snap_blocks=snap, min_part_blocks=3)
     assert split_counts(lengths, 64, policy, max_parts) == by_definition(lengths, policy, max_parts)
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import mlaforge
-from mlaforge.simulator import SimulatorOptions
+from mlaforge.simulator import Simulator, SimulatorOptions
 from mlaforge.verify import Problem, run_problem
 from mlaforge_generator.emit import write_folder
 from mlaforge_generator.plan import make_plan
@@ -28,7 +29,7 @@ SPEC = "deepseek_v3"
 PROBLEMS = (
     # Enough blocks for every stage to be used again, and a tail.
     Problem(lengths=(460, 70), h_q=16),
-    # One request in several parts, which the combine kernel merges.
+    # One request in several parts, which merge their results.
     Problem(lengths=(1200,), h_q=16, table_extra_columns=3),
     # Rows with borders of their own, some without a token.
     Problem(lengths=(2, 130, 0), s_q=4, h_q=20, causal=True),
@@ -59,6 +60,7 @@ DEADLOCK = "deadlock"
 UNINITIALISED = "uninitialised"
 UNOWNED = "this store to .* writes what is undefined .* copies uninitialised bytes of kv_cache"
 WRONG = "out: "
+LEFT = "counters are left at"
 
 MUTATIONS = (
     # Fences
@@ -100,7 +102,14 @@ MUTATIONS = (
     Mutation("scores are read before their product is done", "          wgmma_wait<1>();\n", "", ""),
     Mutation("the values do not wait for their product", "      wgmma_wait<0>();\n", "", "", behind="void accumulate("),
     Mutation("a product is never committed", "      wgmma_commit();\n", "", "no commit has closed", behind="void accumulate("),
-    Mutation("the combine kernel does not wait for the partial results", "  grid_wait();\n", "", "has not waited for its end", file="combine.cu"),
+    Mutation("partial results are merged before all are there", "      while (load_global_acquire(arrived) < split.splits) {\n      }\n", "", "by another block of this kernel", file="splits.cuh"),
+    Mutation("a part does not say that it has stored", "if (split.request >= 0 && threadIdx.x == 0) atomic_add_acq_rel(counter(split), 1);", "", DEADLOCK, file="splits.cuh"),
+    Mutation("a part says so before its other warpgroup has stored", "  named_barrier_sync(Barrier, kMergeThreads);\n#pragma", "#pragma", "by another block of this kernel", file="splits.cuh", behind="void merge_splits("),
+    Mutation("only one thread has waited for the others' results", "    named_barrier_sync(Barrier, kMergeThreads);\n    const int units", "    const int units", "by another block of this kernel", file="splits.cuh"),
+    Mutation("the counter does not go back to zero", "store_global(arrived, 0)", "store_global(arrived, 1)", LEFT, file="splits.cuh"),
+    Mutation("weights are used before they are there", "    named_barrier_sync(Barrier, kMergeThreads);\n  }\n\n  // As many", "  }\n\n  // As many", RACE, file="splits.cuh"),
+    Mutation("a share begins a unit late", "units * k / split.splits,", "units * k / split.splits + 1,", WRONG, file="splits.cuh"),
+    Mutation("a weight of the split before", "w = load_shared_f32(weight + 4 * sharing * i)", "w = load_shared_f32(weight + 4 * sharing * (i > 0 ? i - 1 : 0))", WRONG, file="splits.cuh"),
     # Bytes
     Mutation("fewer bytes are expected than copied", "boxes * C::kBoxTokens * Count * 128);", "boxes * C::kBoxTokens * (Count - 1) * 128);", "", file="decode.cuh"),
     Mutation("more bytes are expected than copied", "boxes * C::kBoxTokens * Count * 128);", "boxes * C::kBoxTokens * (Count + 1) * 128);", DEADLOCK, file="decode.cuh"),
@@ -112,9 +121,9 @@ MUTATIONS = (
     Mutation("the strip begins a subtile early", "First / 64 * kSubtileBytes + kInSubtile * 2", "First / 64 * kSubtileBytes", WRONG),
     Mutation("a block behind the last is fetched", "for (int block = item.first_block; block < end; ++block) {\n      mbarrier_wait(empty", "for (int block = item.first_block; block < end + 1; ++block) {\n      mbarrier_wait(empty", ""),
     Mutation("both uses of the shared buffer at once", "const int ropes = 3 - exchanges;", "const int ropes = 2;", f"{RACE}|{WRONG}"),
-    Mutation("a partial result of the wrong slot", "k == 0 ? opened_slot(part)", "k == 0 ? continued_slot(part)", f"{WRONG}|{UNINITIALISED}", file="combine.cu"),
-    Mutation("a partial result that no part has left", "k < splits; k += 32", "k < splits + 1; k += 32", "this load reads byte .* of workspace, which is uninitialised", file="combine.cu"),
-    Mutation("a row beyond the request is stored", "p + first_column * 2, tile.holds(r));", "p + first_column * 2, true);", "", file="decode.cuh"),
+    Mutation("a partial result of the wrong slot", "k == 0 ? opened_slot(part)", "k == 0 ? continued_slot(part)", f"{WRONG}|{UNINITIALISED}", file="splits.cuh"),
+    Mutation("a partial result that no part has left", "k < split.splits ? load_global", "k < split.splits + 1 ? load_global", "this load reads byte .* of workspace, which is uninitialised|out of bounds", file="splits.cuh"),
+    Mutation("a row beyond the request is stored", "tile.holds(r));\n    } else", "true);\n    } else", "", file="decode.cuh"),
     # Arithmetic
     Mutation("the tail of V is not cleared", "      store_shared_zero16(", "      if (count < 0) store_shared_zero16(", UNOWNED, file="tile.cuh", behind="void zero_rows("),
     Mutation("the tail of V is cleared one row late", "const int chunks = (Rows - first_row) * 8;", "if (++first_row >= Rows) return;\n  const int chunks = (Rows - first_row) * 8;", UNOWNED, file="tile.cuh"),
@@ -147,11 +156,19 @@ def mutant_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+def keep(counters: list[torch.Tensor], simulator: Simulator, device: torch.device, count: int) -> torch.Tensor:
+    """Give zeros to count with, and keep them to see what is left in them."""
+    counters.append(torch.zeros(count, dtype=torch.int32))
+    return counters[-1]
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name.replace(" ", "-"))
 def test_every_mutation_is_caught(
     mutation: Mutation, tmp_path: Path, mutant_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLAFORGE_CACHE_DIR", str(mutant_cache))
+    counters: list[torch.Tensor] = []
+    monkeypatch.setattr(Simulator, "counters", lambda *args: keep(counters, *args))
     folder = mutated(mutation, tmp_path / SPEC)
     mla = mlaforge.load(folder, device="sim")
     reports = []
@@ -159,7 +176,9 @@ def test_every_mutation_is_caught(
         for problem in (*PROBLEMS, MANY):
             sms = 1 if problem is MANY else 4
             mla.backend.options = SimulatorOptions(seed=seed, mode=mode, sms=sms)
+            counters.clear()
             reports += run_problem(mla, problem, "cpu").failures
+            reports += [f"counters are left at {each.tolist()}" for each in counters if each.any()]
             if any(re.search(mutation.finds, report) for report in reports):
                 return
     pytest.fail(f"not caught as {mutation.finds!r}: {reports or 'every result was right'}")
@@ -176,7 +195,7 @@ def distinct_kernels() -> list[Path]:
     return sorted(folders.values())
 
 
-SCHEDULES_EACH = 100
+SCHEDULES_EACH = 50
 # Smaller, for there are many schedules: stages are used again, tails are cleared, parts are merged, rows see no token.
 SMALL_PROBLEMS = (
     Problem(lengths=(330,), h_q=16),
@@ -195,7 +214,7 @@ def plain_kernel(into: Path) -> Path:
 
 @pytest.mark.parametrize("folder", [*distinct_kernels(), None], ids=lambda folder: folder.name if folder else "plain")
 def test_the_unbroken_kernels_pass_random_schedules(folder: Path | None, tmp_path: Path) -> None:
-    """More than 200 in all; the combine kernel takes part in a third of them."""
+    """More than 200 in all; parts merge their results in a third of them."""
     folder = folder or plain_kernel(tmp_path / "plain")
     mla = mlaforge.load(folder, device="sim")
     for seed in range(SCHEDULES_EACH):

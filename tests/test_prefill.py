@@ -21,9 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mlaforge.api import MLA
 from mlaforge.compiler import compile_kernel
 from mlaforge.manifest import Manifest, read_manifest
-from mlaforge.reference import prefill_reference
-from mlaforge.simulator import SimulatorOptions
-from mlaforge.verify_prefill import (
+from mlaforge.prefill_verify import (
     PrefillProblem,
     kernel_of,
     make_inputs,
@@ -31,9 +29,12 @@ from mlaforge.verify_prefill import (
     run_problem,
     verify_problems,
 )
+from mlaforge.reference import prefill_reference
+from mlaforge.simulator import SimulatorOptions
+from mlaforge_generator.block import SMEM_ALIGNMENT
 from mlaforge_generator.errors import SpecError
-from mlaforge_generator.plan import SMEM_ALIGNMENT, make_plan
-from mlaforge_generator.prefill import PrefillPlan
+from mlaforge_generator.plan import make_plan
+from mlaforge_generator.prefill_plan import PrefillPlan
 from mlaforge_generator.spec import Spec
 from prefilling import HEADS, folder_of, simulated, spec_of
 from strategies import specs
@@ -50,8 +51,8 @@ SHAPES = list(HEADS)
 
 
 def plan_of(spec: Spec) -> PrefillPlan:
-    prefill = make_plan(spec).prefill
-    assert prefill is not None
+    prefill = make_plan(spec).kernels[-1]
+    assert isinstance(prefill, PrefillPlan)
     return prefill
 
 
@@ -74,9 +75,9 @@ def test_tiles_of_the_models(shape: tuple[int, int], tile: tuple[int, int], stag
 @given(specs())
 def test_invariants_of_any_plan(spec: Spec) -> None:
     plan = make_plan(spec)
-    prefill, target = plan.prefill, plan.target
+    prefill, target = plan.kernels[-1], plan.target
     (*_, last) = plan.choices
-    if prefill is None:
+    if not isinstance(prefill, PrefillPlan):
         assert last.field == "kernels.prefill" and last.value == "none" and "needs" in last.why
         return
     assert [c.field for c in plan.choices[-3:]] == [f"kernels.prefill.{n}" for n in ("tile_q", "tile_kv", "stages")]
@@ -106,11 +107,11 @@ def test_invariants_of_any_plan(spec: Spec) -> None:
     available = {role.name: role.registers for role in prefill.roles}
     for name in {use.role for use in prefill.registers}:
         assert sum(use.registers for use in prefill.registers if use.role == name) <= available[name]
-    assert sum(role.warps for role in prefill.roles) * 32 == prefill.launch.threads
+    assert sum(role.warps for role in prefill.roles) * 32 == prefill.threads
     # What is given back must be enough for what is taken: the launch hands out equal parts, in pieces of 8.
-    launched = target.registers_per_sm // prefill.launch.threads // 8 * 8
+    launched = target.registers_per_sm // prefill.threads // 8 * 8
     taken = sum(role.warps * 32 * role.registers for role in prefill.roles)
-    assert taken <= launched * prefill.launch.threads <= target.registers_per_sm
+    assert taken <= launched * prefill.threads <= target.registers_per_sm
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_heads_without_a_kernel_are_an_error_only_where_one_is_asked_for() -> No
     for model in ({"v_head_dim": 96}, {"qk_nope_head_dim": 130}, {"qk_nope_head_dim": 960}):
         broken = {**tree, "model": {**tree["model"], **model}}
         plan = make_plan(Spec.model_validate(broken))
-        assert plan.prefill is None and "the prefill kernel needs" in plan.choices[-1].why
+        assert plan.kernels[-1].name == "merge" and "the prefill kernel needs" in plan.choices[-1].why
         broken["kernels"] = {"prefill": {"stages": 2}}
         with pytest.raises(SpecError) as caught:
             make_plan(Spec.model_validate(broken))
@@ -174,8 +175,8 @@ def test_shipped_kernel(folder: Path) -> None:
     assert report.spill_stores == report.spill_loads == report.stack_frame == report.static_smem == 0
     assert report.registers == {384: 168, 512: 128}[kernel.threads]
     # Scores of a first block, of the others, and of a last one half as wide; P V beside each of the latter, and last.
-    scores, values = kernel.d_qk // 16, kernel.tile_kv // 16
-    narrow = kernel.tile_kv == 128
+    scores, values = kernel.constants["d_qk"] // 16, kernel.constants["tile_kv"] // 16
+    narrow = kernel.constants["tile_kv"] == 128
     assert report.sass["HGMMA"] == (3 if narrow else 2) * scores + (3 if narrow else 2) * values + narrow * values // 2
     assert report.sass["USETMAXREG"] == 2 and report.sass["UTMALDG"] >= 3
     assert report.sass.get("LDL", 0) == report.sass.get("STL", 0) == 0
@@ -254,9 +255,9 @@ def arguments(manifest: Manifest, total_q: int = 20, total_k: int = 30, heads: i
         return torch.randn(rows, heads, width, generator=generator).bfloat16()
 
     return {
-        "q": random(total_q, kernel.d_qk),
-        "k": random(total_k, kernel.d_qk),
-        "v": random(total_k, kernel.d_v),
+        "q": random(total_q, kernel.constants["d_qk"]),
+        "k": random(total_k, kernel.constants["d_qk"]),
+        "v": random(total_k, kernel.constants["d_v"]),
         "cu_seqlens_q": torch.tensor([0, 5, total_q], dtype=torch.int32),
         "cu_seqlens_k": torch.tensor([0, 9, total_k], dtype=torch.int32),
     }
@@ -278,7 +279,11 @@ WRONG: dict[str, tuple[str, Callable[[], torch.Tensor], str]] = {
         r"cu_seqlens_k has 5 entries, cu_seqlens_q has 3; they must agree",
     ),
     "no lengths": ("cu_seqlens_q", lambda: torch.zeros(0, dtype=torch.int32), r"cu_seqlens_q has shape \(0\)"),
-    "strided lengths": ("cu_seqlens_q", lambda: torch.zeros(6, dtype=torch.int32)[::2], r"cu_seqlens_q has stride 2"),
+    "strided lengths": (
+        "cu_seqlens_q",
+        lambda: torch.zeros(6, dtype=torch.int32)[::2],
+        r"cu_seqlens_q has strides \(2,\)",
+    ),
     "k that TMA can't step": (
         "k",
         lambda: torch.zeros(30, 2, 97).bfloat16()[..., :96],
@@ -295,6 +300,7 @@ WRONG: dict[str, tuple[str, Callable[[], torch.Tensor], str]] = {
         r"q begins at address 0x[0-9a-f]+, 2 B behind",
     ),
     "out of another shape": ("out", lambda: torch.zeros(20, 2, 96).bfloat16(), r"out has shape \(20, 2, 96\)"),
+    "out whose rows overlap": ("out", lambda: torch.zeros(1, 2, 64).bfloat16().expand(20, 2, 64), r"out .* overlap"),
     "lse of another shape": ("lse", lambda: torch.zeros(20, 2), r"lse has shape \(20, 2\).*\(2, 20\)"),
     "lse of another dtype": ("lse", lambda: torch.zeros(2, 20).half(), r"lse has .*float16.*torch.float32"),
 }
@@ -323,7 +329,7 @@ def test_a_spec_without_the_kernel_says_so() -> None:
     tree = spec_of((96, 64)).model_dump(exclude_none=True)
     tree["model"]["v_head_dim"] = 96
     mla = object.__new__(MLA)
-    mla.manifest = read_manifest(folder_of(Spec.model_validate(tree)))
+    mla.manifest, mla._prefill = read_manifest(folder_of(Spec.model_validate(tree))), None
     with pytest.raises(ValueError, match="has no prefill kernel"):
         mla.prefill(**arguments(simulated((96, 64)).manifest))
 
@@ -365,7 +371,7 @@ def test_results_into_a_wider_tensor() -> None:
 
 def test_operators_know_their_results_without_running() -> None:
     mla = simulated((96, 64))
-    key = mla._prefill_runner.key
+    key = mla.runner.key
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(tensor) for tensor in arguments(mla.manifest).values()]
         out, lse = torch.ops.mlaforge.prefill(*fake, key, True, 1.0)
@@ -417,6 +423,8 @@ def test_a_problem_is_its_text(seed: int) -> None:
 @pytest.mark.parametrize("text", ["q=1", "q=1 k=x", "q=1,2 k=3", "q=1 k=1 heads=0", "q=1 k=1 what=1", "q=1 k=1 q=2"])
 def test_texts_that_are_no_problem(text: str) -> None:
     with pytest.raises(ValueError):
+        PrefillProblem.parse(f"prefill {text}")
+    with pytest.raises(ValueError, match="begins with prefill"):
         PrefillProblem.parse(text)
 
 
@@ -448,15 +456,13 @@ class Wrong:
 def test_verification_finds_faults_and_makes_them_small(fault: str) -> None:
     wrong: Any = Wrong(simulated((96, 64)).manifest, fault)
     kernel = kernel_of(wrong.manifest)
-    seen = []
-    failure = verify_problems(
-        wrong,
-        [random_problem(random.Random(seed), kernel, 60) for seed in range(30)],
-        lambda problem, errors: seen.append(errors.ok),
-        device="cpu",
-    )
+    seen: list[PrefillProblem] = []
+    problems = [random_problem(random.Random(seed), kernel, 60) for seed in range(30)]
+    report = verify_problems(wrong, problems, seen.append, device="cpu")
+    assert seen == problems[: report.problems]
+    failure = report.failure
     if not fault:
-        assert failure is None and seen == [True] * 30
+        assert failure is None and seen == problems and sum(report.counts.values()) == 30
         return
-    assert failure is not None and not seen[-1] and not failure.errors.ok
+    assert failure is not None and failure.found == seen[-1] and not failure.errors.ok
     assert len(failure.problem.q) == 1 and failure.problem.q[0] <= 2 and failure.problem.heads == 1

@@ -18,10 +18,7 @@ from hypothesis import strategies as st
 
 from mlaforge.api import MLA
 from mlaforge.launch import Cuda
-from mlaforge.reference import prefill_reference
-from mlaforge.simulator import SimulatorOptions
-from mlaforge.verify import check_output
-from mlaforge.verify_prefill import (
+from mlaforge.prefill_verify import (
     PrefillInputs,
     PrefillProblem,
     kernel_of,
@@ -30,7 +27,10 @@ from mlaforge.verify_prefill import (
     run_problem,
     verify_problems,
 )
-from prefilling import HEADS, SIMULATED_DTYPE, folder_of, prefill_only, simulated, spec_of
+from mlaforge.reference import prefill_reference
+from mlaforge.simulator import SimulatorOptions
+from mlaforge.verify import check_output
+from prefilling import HEADS, SIMULATED_DTYPE, Prefill, folder_of, simulated, spec_of
 
 pytestmark = pytest.mark.gpu
 
@@ -42,11 +42,11 @@ DSV3 = (192, 128)
 @functools.cache
 def variant(shape: tuple[int, int], dtype: str = "bf16", tile_kv: int = 0) -> MLA:
     choices = {"tile_kv": tile_kv} if tile_kv else {}
-    return prefill_only(folder_of(spec_of(shape, dtype, **choices)), Cuda())
+    return Prefill(folder_of(spec_of(shape, dtype, **choices)), Cuda())
 
 
 def accept(mla: MLA, problems: list[PrefillProblem]) -> None:
-    failure = verify_problems(mla, problems, lambda problem, errors: None)
+    failure = verify_problems(mla, problems).failure
     if failure is not None:
         pytest.fail(f"{failure.problem.to_repro(mla.manifest.name)}: {failure.errors.failures}")
 
@@ -138,7 +138,11 @@ def test_graph_replays_with_other_lengths() -> None:
     def normal(n: int, width: int) -> torch.Tensor:
         return (torch.randn(n, heads, width, generator=generator, device="cuda") / 10).bfloat16()
 
-    q, k, v = normal(rows, kernel.d_qk), normal(tokens, kernel.d_qk), normal(tokens, kernel.d_v)
+    q, k, v = (
+        normal(rows, kernel.constants["d_qk"]),
+        normal(tokens, kernel.constants["d_qk"]),
+        normal(tokens, kernel.constants["d_v"]),
+    )
     ends_q, ends_k = (torch.zeros(batch + 1, dtype=torch.int32, device="cuda") for _ in range(2))
     mla.prefill(q, k, v, ends_q, ends_k)
     graph = torch.cuda.CUDAGraph()
@@ -153,7 +157,7 @@ def test_graph_replays_with_other_lengths() -> None:
     for of_q, of_k in lengths:
         for ends, each in ((ends_q, of_q), (ends_k, of_k)):
             ends.copy_(torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32))
-        q.copy_(normal(rows, kernel.d_qk))
+        q.copy_(normal(rows, kernel.constants["d_qk"]))
         out.fill_(math.nan)
         lse.fill_(math.nan)
         graph.replay()

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import pytest
 
 from mlaforge.api import MLA
+from mlaforge.prefill_verify import PrefillProblem, run_problem
 from mlaforge.simulator import Simulator, SimulatorOptions
-from mlaforge.verify_prefill import PrefillProblem, run_problem
-from prefilling import folder_of, prefill_only, spec_of
+from prefilling import Prefill, folder_of, spec_of
 
 SHAPE = (192, 128)
 SWITCH = """
@@ -135,8 +135,8 @@ def mutants(tmp_path_factory: pytest.TempPathFactory) -> MLA:
         workers = os.environ.get("PYTEST_XDIST_WORKER") is not None
         base = tmp_path_factory.getbasetemp()
         patch.setenv("MLAFORGE_CACHE_DIR", str((base.parent if workers else base) / "mutants"))
-        mla = prefill_only(folder, Simulator())
-        assert mla._prefill_runner
+        mla = Prefill(folder, Simulator())
+        assert mla.runner._launcher()
     return mla
 
 

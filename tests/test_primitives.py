@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from mlaforge.compiler import CompiledKernel, compile_kernel
-from mlaforge.launch import Cuda, CudaKernel, LaunchTensor, TensorMapShape
+from mlaforge.launch import Cuda, CudaKernel, DefinedTensor, LaunchTensor, TensorMapShape
 from mlaforge.manifest import Parameter
-from mlaforge.simulator import MODES, DefinedTensor, SimulatedKernel, SimulationError, Simulator, SimulatorOptions
+from mlaforge.simulator import MODES, SimulatedKernel, SimulationError, Simulator, SimulatorOptions
 
 ROOT = Path(__file__).parents[1]
 KERNELS = sorted(path.name for path in (ROOT / "tests" / "primitives").glob("*.cu"))
@@ -213,7 +213,26 @@ def test_pack2(machine: Machine) -> None:
         assert not len(wrong), (dtype, x[wrong[0]], hex(half[wrong[0]] & 0xFFFF), hex(want[wrong[0]] & 0xFFFF))
 
 
-def test_approximate_exponential_and_logarithm(machine: Machine) -> None:
+def test_unpack(machine: Machine) -> None:
+    x = numbers(3000).view(torch.int16)
+    x = torch.cat([x, torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)])
+    pairs = len(x) // 2
+    (out,) = machine.run(
+        "unpack.cu",
+        "unpack_pairs",
+        inputs=[x.view(torch.int32)],
+        outputs=[blank(4 * pairs, dtype=torch.float32)],
+        scalars=[pairs],
+        threads=128,
+    )
+    for half, dtype in zip(out.view(2, -1), DTYPES.values(), strict=True):
+        want = x.view(dtype).float()
+        nan = want.isnan()
+        assert torch.equal(half.isnan(), nan)
+        assert torch.equal(half[~nan].view(torch.int32), want[~nan].view(torch.int32))
+
+
+def test_approximate_math(machine: Machine) -> None:
     x = torch.cat([torch.linspace(-130, 130, 4001), hard_floats()[:2048], torch.logspace(-37, 37, 999)])
     special = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0, -0.0, 1.0, -1.0, 2.0**-130, -200.0, 128.0, 2.0**100])
     x = torch.cat([x, special])
@@ -221,11 +240,11 @@ def test_approximate_exponential_and_logarithm(machine: Machine) -> None:
         "approx.cu",
         "approx",
         inputs=[x],
-        outputs=[blank(2 * len(x) + 2, dtype=torch.float32)],
+        outputs=[blank(4 * len(x) + 2, dtype=torch.float32)],
         scalars=[len(x)],
         threads=128,
     )
-    exponential, logarithm = out[:-2].view(2, -1)
+    exponential, logarithm, root, inverse = out[:-2].view(4, -1)
     tiny = torch.finfo(torch.float32).tiny
     want = x.double().exp2()
     # Below the normal numbers there is only zero, on either side.
@@ -233,6 +252,8 @@ def test_approximate_exponential_and_logarithm(machine: Machine) -> None:
     torch.testing.assert_close(exponential.double(), want, rtol=2.0**-21, atol=tiny, equal_nan=True)
     flushed = torch.where(x.abs() < tiny, x * 0, x).double()
     torch.testing.assert_close(logarithm.double(), flushed.log2(), rtol=2.0**-22, atol=2.0**-21, equal_nan=True)
+    torch.testing.assert_close(root.double(), flushed.rsqrt(), rtol=2.0**-22, atol=0, equal_nan=True)
+    torch.testing.assert_close(inverse.double(), flushed.reciprocal(), rtol=2.0**-22, atol=tiny, equal_nan=True)
     assert exponential[-11] == 0 and exponential[-2] == torch.inf
     assert out[-2] == torch.tensor(2.0).log() and out[-1] == torch.inf
 
@@ -324,6 +345,13 @@ def run_memory(machine: Machine) -> None:
 
 def test_loads_and_stores(machine: Machine) -> None:
     run_memory(machine)
+
+
+def test_wide_loads(machine: Machine) -> None:
+    words, longs = numbers(64, 4), numbers(64, 2, seed=1).view(torch.int64).flatten()
+    (out,) = machine.run("wide_loads.cu", "wide_loads", inputs=[words, longs], outputs=[blank(256 + 128)], threads=64)
+    assert torch.equal(out[:256].view(64, 4), words.flip(1))
+    assert torch.equal(out[256:].view(64, 2), longs.view(torch.int32).view(64, 2).flip(1))
 
 
 def test_stmatrix(machine: Machine) -> None:

@@ -16,8 +16,10 @@ from hypothesis import given
 
 from mlaforge.manifest import read_manifest
 from mlaforge_generator import render as render_module
-from mlaforge_generator.plan import CombinePlan, DecodePlan, Plan, make_plan
-from mlaforge_generator.prefill import PrefillPlan
+from mlaforge_generator.kernel_plan import KernelPlan
+from mlaforge_generator.kernels import PLANNERS
+from mlaforge_generator.plan import DecodePlan, Plan, make_plan
+from mlaforge_generator.prefill_plan import PrefillPlan
 from mlaforge_generator.render import render
 from mlaforge_generator.resources import find_spec, spec_dir, template_dir
 from mlaforge_generator.spec import Spec, load_spec
@@ -52,13 +54,13 @@ def check_text(plan: Plan, files: dict[str, str]) -> None:
     assert int(found["kStages"]) == decode.tile.stages and int(found["kPageSize"]) == decode.page_size
     assert all(int(found[region.constant]) == region.offset for region in decode.smem.regions)
     assert all(int(found[barrier.constant]) == barrier.id for barrier in decode.named_barriers)
-    prefill = plan.prefill
-    assert (prefill is None) == ("prefill.cu" not in files)
-    if prefill is not None:
-        found = constants(files["prefill.cu"])
-        assert int(found["kHeadDimQK"]) == prefill.d_qk and int(found["kRows"]) == prefill.tile.rows
-        assert int(found["kStages"]) == prefill.tile.stages and int(found["kQueries"]) == prefill.tile.queries
-        assert all(int(found[region.constant]) == region.offset for region in prefill.smem.regions)
+    assert {name for name in files if name.endswith(".cu")} == {"decode.cu", *(kernel.file for kernel in plan.kernels)}
+    for kernel in plan.kernels:
+        if isinstance(kernel, PrefillPlan):
+            found = constants(files[kernel.file])
+            assert int(found["kHeadDimQK"]) == kernel.d_qk and int(found["kRows"]) == kernel.tile.rows
+            assert int(found["kStages"]) == kernel.tile.stages and int(found["kQueries"]) == kernel.tile.queries
+            assert all(int(found[region.constant]) == region.offset for region in kernel.smem.regions)
 
 
 @given(specs())
@@ -109,12 +111,11 @@ def plain_plan() -> Plan:
     [
         lambda: [plan_of("deepseek_v3").decode, plan_of("mistral_small_4").decode],
         lambda: [plain_plan().decode],
-        lambda: [plan_of().combine],
-        lambda: [each for each in (plan_of().prefill, plan_of("glm_5").prefill) if each is not None],
+        *(lambda i=i: [plan_of(name).kernels[i] for name in ("deepseek_v3", "glm_5")] for i in range(len(PLANNERS))),
     ],
-    ids=["skewed", "plain", "combine", "prefill"],
+    ids=["skewed", "plain", *(planner.__name__.removeprefix("plan_") for planner in PLANNERS)],
 )
-def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | CombinePlan | PrefillPlan]]) -> None:
+def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | KernelPlan]]) -> None:
     kernels = choose()
     text = (template_dir() / kernels[0].template).read_text(encoding="utf-8")
     name = r"\b((?:plan|region|barrier|group|limit|parameter|role)\.[\w.]+)"
@@ -122,7 +123,7 @@ def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | Co
     assert len(variables) > 5
     environment = render_module._environment()
 
-    def renders(text: str, kernel: DecodePlan | CombinePlan | PrefillPlan) -> bool:
+    def renders(text: str, kernel: DecodePlan | KernelPlan) -> bool:
         try:
             environment.from_string(text).render(plan=kernel, banner="")
         except UNDEFINED:
@@ -171,25 +172,34 @@ def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
     for file, text in render(plan).items():
         (tmp_path / file).write_text(text, encoding="utf-8")
     manifest = read_manifest(tmp_path)
-    decode, combine = plan.decode, plan.combine
+    decode, kernel = plan.decode, manifest.decode
     assert manifest.name == plan.spec.name and manifest.target == plan.target.arch
     assert manifest.softmax_scale == plan.softmax_scale
     assert (manifest.d_qk, manifest.d_v) == (decode.d_qk, decode.d_v)
     assert (manifest.cache.dtype, manifest.cache.page_size) == (plan.spec.cache.dtype, plan.spec.cache.page_size)
     assert dict(manifest.model) == plan.spec.model.model_dump()
     assert manifest.tensor_parallel == plan.spec.tensor_parallel
-    assert manifest.decode.smem_bytes == decode.smem.total and manifest.decode.threads == decode.launch.threads
-    assert (manifest.decode.tile_rows, manifest.decode.tile_tokens) == (decode.tile.rows, decode.tile.tokens)
-    assert manifest.decode.boxes == {each.tensor: each.box for each in decode.tensor_maps}
-    assert manifest.combine.threads == combine.threads and manifest.combine.rows_per_block == combine.rows_per_block
-    assert manifest.combine.parts_per_block == combine.parts_per_block
-    assert manifest.prefill is not None and plan.prefill is not None
-    assert manifest.prefill.smem_bytes == plan.prefill.smem.total
-    assert (manifest.prefill.d_qk, manifest.prefill.d_v) == (plan.prefill.d_qk, plan.prefill.d_v)
-    assert manifest.prefill.boxes == {each.tensor: each.box for each in plan.prefill.tensor_maps}
-    for kernel, maps in ((manifest.decode, 2), (manifest.combine, 0), (manifest.prefill, 3)):
-        text = kernel.source.read_text(encoding="utf-8")
-        parameters = [(parameter.ctype, parameter.name) for parameter in kernel.parameters]
-        assert signature(text, kernel.entry)[maps:] == parameters
+    assert kernel.smem_bytes == decode.smem.total and kernel.threads == decode.launch.threads
+    assert (kernel.tile_rows, kernel.tile_tokens) == (decode.tile.rows, decode.tile.tokens)
+    assert kernel.boxes == {each.tensor: each.box for each in decode.tensor_maps}
+    assert kernel.max_parts == decode.max_parts
+    assert list(manifest.kernels) == [each.name for each in plan.kernels]
+    for planned in plan.kernels:
+        entry = manifest.kernels[planned.name]
+        assert (entry.entry, entry.threads, entry.smem_bytes) == (planned.entry, planned.threads, planned.smem_bytes)
+        assert entry.boxes == planned.boxes and entry.constants == planned.constants
+        assert manifest.dynamic_smem[entry.source] == planned.smem_bytes
+    assert set(manifest.dynamic_smem) == set(manifest.sources)
+    others = [(each, len(each.boxes)) for each in manifest.kernels.values()]
+    for each, maps in ((kernel, 2), *others):
+        text = each.source.read_text(encoding="utf-8")
+        parameters = [(parameter.ctype, parameter.name) for parameter in each.parameters]
+        assert signature(text, each.entry)[maps:] == parameters
         bounds = re.search(r"__launch_bounds__\((\d+)", text)
-        assert bounds and int(bounds[1]) == kernel.threads
+        assert bounds and int(bounds[1]) == each.threads
+
+
+def test_parts_share_a_request_as_far_as_the_merge_has_room() -> None:
+    text = (template_dir() / "device" / "splits.cuh").read_text(encoding="utf-8")
+    warps, loads = (int(re.search(rf"{name} = (\d+);", text)[1]) for name in ("kMergeWarps", "kMergeLoads"))  # type: ignore[index]
+    assert warps * loads == plan_of().decode.max_parts

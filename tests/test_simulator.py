@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import mlaforge
 from mlaforge.api import MLA
+from mlaforge.launch import Cuda
 from mlaforge.simulator import (
     CompilerMissingError,
     SimulationError,
@@ -97,10 +99,12 @@ def test_same_seed_same_run(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_same_results_as_on_a_gpu(folder: Path) -> None:
+def test_same_results_as_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both multiply exactly and add in float32; only the order of the sums and the last bit of exp2 may differ."""
     here, there = simulated(folder), mlaforge.load(folder)
-    sms = there.backend.sm_count(torch.device("cuda", 0))
+    # As many multiprocessors: the same split, the same merge. Fewer than there are, for all blocks run together here.
+    sms = 8
+    monkeypatch.setattr(Cuda, "sm_count", lambda self, device: sms)
     for seed, problem in enumerate(
         (
             Problem(lengths=(130, 0, 1), h_q=16, seed=1),
@@ -110,7 +114,6 @@ def test_same_results_as_on_a_gpu(folder: Path) -> None:
     ):
         inputs = make_inputs(problem, here.manifest, "cpu")
         arguments = (inputs.q, inputs.kv_cache, inputs.block_table, inputs.cache_seqlens)
-        # The same multiprocessors: the same split, the same merge.
         here.backend.options = SimulatorOptions(seed=seed, sms=sms)
         out, lse = here.decode(*arguments, causal=problem.causal)
         on_gpu = there.decode(*(tensor.cuda() for tensor in arguments), causal=problem.causal)
@@ -122,6 +125,19 @@ def test_same_results_as_on_a_gpu(folder: Path) -> None:
         torch.testing.assert_close(out, gpu_out, atol=3e-4, rtol=2**-7)
         different = float((out != gpu_out).double().mean())
         assert different < 0.05, f"{different:.1%} of the elements differ in their last bit"
+
+
+def test_warps_share_the_merge_of_many_splits(tmp_path: Path) -> None:
+    """As it is with more splits than a warp loads at once: here it loads two."""
+    folder = shutil.copytree(GENERATED / "deepseek_v3", tmp_path / "deepseek_v3")
+    text = (folder / "splits.cuh").read_text()
+    assert "kMergeLoads = 18;" in text
+    (folder / "splits.cuh").write_text(text.replace("kMergeLoads = 18;", "kMergeLoads = 2;"))
+    mla = mlaforge.load(folder, device="sim")
+    for seed, problem in enumerate((Problem(lengths=(700,), h_q=16), Problem(lengths=(300, 90), h_q=65)) * 2):
+        mla.backend.options = SimulatorOptions(seed=seed, sms=6, mode=MODES[seed % 3])
+        errors = run_problem(mla, problem, "cpu")
+        assert errors.ok, f"{problem.to_repro(mla.manifest.name)} --device sim: {errors.failures}"
 
 
 def test_input_out_of_bounds_is_reported() -> None:

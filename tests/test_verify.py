@@ -49,7 +49,8 @@ class Manifest:
     d_v: int = 64
     softmax_scale: float = 0.135234
     cache: Cache = field(default_factory=Cache)
-    prefill: None = None
+    kernels: dict[str, object] = field(default_factory=dict)
+    """Beside decode: none."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@
 #include "schedule.cuh"
 #include "tile.cuh"
 #include "decode.cuh"
+#include "splits.cuh"
 
 namespace mlaforge {
 
@@ -48,13 +49,14 @@ constexpr int kStrip = 96;  // last columns of O, which the scores' warpgroup ac
 constexpr int kRest = Config::kHeadDimV - kStrip;
 constexpr int kStepsV = Config::kHeadDimV / 16;  // of the scores, with Q in registers
 
-// ---- Shared memory, bytes from the base (213808 of 232448) ---------------------------------------
+// ---- Shared memory, bytes from the base (213840 of 232448) ---------------------------------------
 constexpr int kOffsetTiles = 0;  // 196608: 3 stages of 64 tokens, the columns of V; or of Q
 constexpr int kOffsetP = 196608;  // 16384: probabilities of a tile, 64 x 64
 constexpr int kOffsetFactors = 212992;  // 512: float32 by which a row of O is scaled
 constexpr int kOffsetSchedule = 213504;  // 32: how the requests are cut, and what the mask hides
 constexpr int kOffsetItems = 213536;  // 128: 4 items of work
-constexpr int kOffsetBarriers = 213664;  // 144: mbarriers, in the order of the plan
+constexpr int kOffsetSplits = 213664;  // 32: requests that the part shares with others
+constexpr int kOffsetBarriers = 213696;  // 144: mbarriers, in the order of the plan
 constexpr int kOffsetScratch = 196608;  // 152: prefix sums, extremes
 constexpr int kSubtileBytes = kTokens * 128;
 constexpr int kProbabilityBytes = kRows * kTokens * 2;
@@ -68,11 +70,12 @@ constexpr int kLoaderRegisters = 24;
 constexpr int kScoresRegisters = 240;
 constexpr int kValuesRegisters = 240;
 constexpr int kScoresBarrier = 1;  // 128 threads: the scores' warpgroup among itself
+constexpr int kMergeBarrier = 2;  // 256 threads: the scores' and the values' warpgroups, merging
 
 // How far, in powers of two, a row's scores may pass the maximum that its sums refer to before O is rescaled.
 constexpr float kSlack = 8.f;
 
-using Policy = SchedulePolicy<kTokens, 5, 1, 3>;
+using Policy = SchedulePolicy<kTokens, 5, 1, 1>;
 
 // Behind how the requests are cut: how many of the last tokens of a request no row of the tile sees.
 constexpr int kOffsetHidden = kOffsetSchedule + Schedule<Policy>::kBytes;
@@ -83,12 +86,12 @@ MLAFORGE_DEVICE smem_t p_at(smem_t base, int stage) { return base + kOffsetP + s
 MLAFORGE_DEVICE smem_t factors_at(smem_t base, int stage) { return base + kOffsetFactors + stage * (4 * kRows); }
 MLAFORGE_DEVICE int stage_before(int stage) { return stage > 0 ? stage - 1 : kStages - 1; }
 MLAFORGE_DEVICE smem_t item_at(smem_t base, int stage) { return base + kOffsetItems + stage * 32; }
-MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 213664 + 8 * i; }  // 3: a tile, of K or of Q, has landed
-MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 213688 + 8 * i; }  // 3: the 8 warps that multiply with it have read it
-MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 213712 + 8 * i; }  // 2: the scores' warpgroup has handed over P and the row factors of a tile
-MLAFORGE_DEVICE smem_t drained(smem_t base, int i) { return base + 213728 + 8 * i; }  // 2: the values' has read them
-MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 213744 + 8 * i; }  // 4: the walker has written an item
-MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 213776 + 8 * i; }  // 4: the other roles are done with it
+MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 213696 + 8 * i; }  // 3: a tile, of K or of Q, has landed
+MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 213720 + 8 * i; }  // 3: the 8 warps that multiply with it have read it
+MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 213744 + 8 * i; }  // 2: the scores' warpgroup has handed over P and the row factors of a tile
+MLAFORGE_DEVICE smem_t drained(smem_t base, int i) { return base + 213760 + 8 * i; }  // 2: the values' has read them
+MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 213776 + 8 * i; }  // 4: the walker has written an item
+MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 213808 + 8 * i; }  // 4: the other roles are done with it
 
 // ---- Work --------------------------------------------------------------------------------------------------------
 
@@ -128,18 +131,13 @@ struct ItemReader {
   }
 };
 
-// Walks the part's requests ahead of the other roles, and leaves behind which of them goes on in the next part.
-// By one thread.
-MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk, int32_t* split_info) {
+// Walks the part's requests ahead of the other roles, and leaves behind which of them it shares. By one thread.
+MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk) {
   Ring ring{kItems};
-  store_split(split_info, walk.part, -1, 0);
+  clear_splits(base + kOffsetSplits);
   WorkItem work;
 #pragma unroll 1
   while (walk.next(work)) {
-    if (work.opens()) {
-      store_split(split_info, walk.part, work.request,
-                  Schedule<Policy>::splits(base + kOffsetSchedule, work.start, work.len));
-    }
     const int kv_end = RowTile<Config>::border(work.len, load_shared_s32(base + kOffsetHidden));
     const int blocks = needed_end<Config>(work, kv_end) - work.block_begin;
     mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);
@@ -149,6 +147,7 @@ MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk, int32_t* s
     store_shared_s32(item_at(base, ring.stage()) + 20, work.slot);
     mbarrier_arrive(item_full(base, ring.stage()));
     ring.advance();
+    note_split(base + kOffsetSplits, work);
   }
   mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);
   const int32_t words[4] = {-1, 0, 0, 0};
@@ -400,7 +399,8 @@ MLAFORGE_DEVICE void accumulate(smem_t base, const RowTile<Config>& tile, const 
   }
 }
 
-// Grid: (row tiles x kv heads, parts). Strides of q and of the cache are in the tensor maps; those of `out` in bytes.
+// Grid: (row tiles x kv heads, parts), all of it at once. Strides of q and of the cache are in the tensor maps; those of
+// `out` in bytes.
 extern "C" __global__ void __launch_bounds__(384, 1)
     mla_decode(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map,
                const int* block_table,
@@ -413,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                float* lse,
                float* partial_out,
                float* partial_lse,
-               int* split_info,
+               int* arrivals,
                int batch,
                int s_q,
                int heads_per_kv,
@@ -439,7 +439,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < 4; ++i) mbarrier_init(item_empty(base, i), 288);
     fence_mbarrier_init();
   }
-  grid_launch_dependents();
   const RequestLengths lengths(cache_seqlens, table_width, Config::kPageSize);
   // The scratch lies in P, which is not in use yet.
   const Schedule<Policy> schedule =
@@ -455,18 +454,23 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   constexpr int exchanges = 2;
   if (warp >= kTileLoader) {
     give_back_registers<kLoaderRegisters>();
-    const KvSource kv{kv_map, block_table, table_stride, kv_head};
+    const KvSource kv{kv_map, block_table, table_stride, kv_head, kv_policy(row_tiles)};
     if (warp == kTileLoader) {
       load_tiles(base, q_map, kv, tile);
     } else if (warp == kWalker && lane_id() == 0) {
-      walk_items(base, WorkWalker<Policy>(schedule, lengths), split_info);
+      walk_items(base, WorkWalker<Policy>(schedule, base + kOffsetSchedule, lengths));
     }
-  } else if (warp < 4) {
-    take_registers<kScoresRegisters>();
-    score(base, tile, output, scale_log2, exchanges);
   } else {
-    take_registers<kValuesRegisters>();
-    accumulate(base, tile, output, exchanges);
+    if (warp < 4) {
+      take_registers<kScoresRegisters>();
+      score(base, tile, output, scale_log2, exchanges);
+    } else {
+      take_registers<kValuesRegisters>();
+      accumulate(base, tile, output, exchanges);
+    }
+    // Whoever has read the last item knows what the walker wrote before it.
+    merge_splits<Config, Policy, kMergeBarrier>(base + kOffsetSplits, base + kOffsetSchedule, base + kOffsetTiles, output,
+                                                tile, arrivals, part);
   }
 }
 

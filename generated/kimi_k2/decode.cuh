@@ -52,7 +52,12 @@ struct KvSource {
   const int32_t* block_table;
   int64_t row_stride;  // elements from one request's row of the table to the next
   int head;
+  uint64_t cache_policy;
 };
+
+// How L2 keeps what was read of K. One row tile reads a token once: the memory takes such reads fastest as they come. Of
+// several, which read it at about the same time, tokens that all have read shall make room first.
+MLAFORGE_DEVICE uint64_t kv_policy(int row_tiles) { return row_tiles > 1 ? kEvictFirst : kEvictNormal; }
 
 // Brings the table entries of a block near before they are needed.
 template <class C>
@@ -75,7 +80,7 @@ MLAFORGE_DEVICE void copy_block(const KvSource& kv, const int32_t* table, int bl
     const int subtile = copy % Count;
     const int token = block * C::kTokens + box * C::kBoxTokens;
     tma_load_4d(kv.map, bar, to + subtile * (C::kTokens * 128) + box * (C::kBoxTokens * 128), 64 * (First + subtile),
-                token % C::kPageSize, kv.head, load_global(table + token / C::kPageSize), kEvictFirst);
+                token % C::kPageSize, kv.head, load_global(table + token / C::kPageSize), kv.cache_policy);
   }
 }
 
@@ -90,16 +95,6 @@ MLAFORGE_DEVICE void copy_query(const TensorMap& map, const RowTile<C>& tile, in
   }
 }
 
-// Leaves behind which of a part's requests goes on in the next part, -1 if none does, and how many parts it lies in: for
-// the combine kernel. Every row tile of a part has the same requests; one thread of one of them says it for all.
-MLAFORGE_DEVICE void store_split(int32_t* split_info, int part, int request, int splits) {
-  if (blockIdx.x == 0) {
-    int32_t* to = split_info + 2 * late(part);
-    store_global(to, request);
-    store_global(to + 1, splits);
-  }
-}
-
 // ---- Results -----------------------------------------------------------------------------------------------------
 
 // Where results go.
@@ -109,6 +104,15 @@ struct Output {
   float* lse;                            // (b, heads, s_q), natural log
   float* partial_out;                    // (slots, tiles, kRows, kHeadDimV)
   float* partial_lse;                    // (slots, tiles, kRows), log2
+
+  template <class C>
+  MLAFORGE_DEVICE unsigned char* row_at(const RowTile<C>& tile, int request, int r) const {
+    return out + request * stride_b + tile.query(r) * stride_s + tile.head(r) * stride_h;
+  }
+  template <class C>
+  MLAFORGE_DEVICE float* lse_at(const RowTile<C>& tile, int request, int r) const {
+    return lse + (static_cast<int64_t>(request) * tile.heads + tile.head(r)) * tile.s_q + tile.query(r);
+  }
 };
 
 // Stores a warpgroup's columns of O, `Columns` from `first_column` on, times its rows' factors.
@@ -119,8 +123,8 @@ MLAFORGE_DEVICE void store_columns(const Output& o, const RowTile<C>& tile, int 
   for (int i = 0; i < 2; ++i) {
     const int r = late(accumulator_row(i));
     if (slot < 0) {
-      unsigned char* p = o.out + request * o.stride_b + tile.query(r) * o.stride_s + tile.head(r) * o.stride_h;
-      store_row<typename C::Element, Columns>(acc, i, factor[i], p + first_column * 2, tile.holds(r));
+      store_row<typename C::Element, Columns>(acc, i, factor[i], o.row_at(tile, request, r) + first_column * 2,
+                                              tile.holds(r));
     } else if (tile.holds(r)) {
       const int64_t at = tile.partial_row(slot, r);
       store_row_f32<Columns>(acc, i, factor[i], o.partial_out + at * C::kHeadDimV + first_column);
@@ -140,8 +144,7 @@ MLAFORGE_DEVICE void finish_rows(const Output& o, const RowTile<C>& tile, int re
     const int r = late(accumulator_row(i));
     if ((lane_id() & 3) != 0 || !tile.holds(r)) continue;
     if (slot < 0) {
-      const int64_t at = (static_cast<int64_t>(request) * tile.heads + tile.head(r)) * tile.s_q + tile.query(r);
-      store_global(o.lse + at, sum == 0.f ? infinity() : lse * kLn2);
+      store_global(o.lse_at(tile, request, r), sum == 0.f ? infinity() : lse * kLn2);
     } else {
       store_global(o.partial_lse + tile.partial_row(slot, r), sum == 0.f ? -infinity() : lse);
     }

@@ -48,6 +48,33 @@ MLAFORGE_DEVICE uint32_t pack2<Fp16>(float lo, float hi) {
   return r;
 }
 
+// The two elements of such a register, as float32: exact.
+template <class Element>
+MLAFORGE_DEVICE float unpack_low(uint32_t x);
+template <class Element>
+MLAFORGE_DEVICE float unpack_high(uint32_t x);
+
+template <>
+MLAFORGE_DEVICE float unpack_low<Bf16>(uint32_t x) {
+  return __uint_as_float(x << 16);
+}
+template <>
+MLAFORGE_DEVICE float unpack_high<Bf16>(uint32_t x) {
+  return __uint_as_float(x & 0xffff0000u);
+}
+template <>
+MLAFORGE_DEVICE float unpack_low<Fp16>(uint32_t x) {
+  float r;
+  asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, lo;\n}" : "=f"(r) : "r"(x));
+  return r;
+}
+template <>
+MLAFORGE_DEVICE float unpack_high<Fp16>(uint32_t x) {
+  float r;
+  asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, hi;\n}" : "=f"(r) : "r"(x));
+  return r;
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Math. Approximate to about 2 ulp; inputs of -inf give 0, which the masks rely on.
 
@@ -60,6 +87,18 @@ MLAFORGE_DEVICE float exp2_approx(float x) {
 MLAFORGE_DEVICE float log2_approx(float x) {
   float r;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+MLAFORGE_DEVICE float rsqrt_approx(float x) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+MLAFORGE_DEVICE float reciprocal_approx(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
 
@@ -160,6 +199,15 @@ MLAFORGE_DEVICE void load_shared_v4(smem_t a, int32_t (&v)[4]) {
 MLAFORGE_DEVICE void store_shared_v4(smem_t a, const int32_t (&v)[4]) {
   asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
+MLAFORGE_DEVICE void load_shared_v4(smem_t a, float (&v)[4]) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"(a)
+               : "memory");
+}
+MLAFORGE_DEVICE void store_shared_v4(smem_t a, const float (&v)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(a), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
 // 16 bytes of zeros; `a` is a multiple of 16.
 MLAFORGE_DEVICE void store_shared_zero16(smem_t a) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(a), "r"(0) : "memory");
@@ -168,6 +216,11 @@ MLAFORGE_DEVICE void store_shared_zero16(smem_t a) {
 MLAFORGE_DEVICE int32_t load_global(const int32_t* p) {
   int32_t v;
   asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+MLAFORGE_DEVICE int64_t load_global(const int64_t* p) {
+  int64_t v;
+  asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
 MLAFORGE_DEVICE float load_global(const float* p) {
@@ -180,6 +233,13 @@ MLAFORGE_DEVICE void prefetch_global(const void* p) { asm volatile("prefetch.glo
 MLAFORGE_DEVICE void load_global_v4(const float* p, float (&v)[4]) {
   asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "l"(p)
+               : "memory");
+}
+// Eight elements of 16 bits; `p` is a multiple of 16 bytes.
+MLAFORGE_DEVICE void load_global_v4(const void* p, uint32_t (&v)[4]) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "l"(p)
                : "memory");
 }
@@ -397,19 +457,22 @@ MLAFORGE_DEVICE int cluster_size() {
 // The barrier of all threads of the cluster, in two halves. A block must not end while others may still reach for its
 // shared memory.
 MLAFORGE_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+// The same where nothing but mbarriers that were initialised needs to be seen by the others.
+MLAFORGE_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 MLAFORGE_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 MLAFORGE_DEVICE void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
 
-// Arrives at the mbarrier that lies at `bar` in the block of this rank, which may be one's own.
+// Arrives at the mbarrier that lies at `bar` in the block of this rank, which may be one's own. It says that a buffer was
+// read; plain writes are not handed over to another block: that order would take a fence of the whole GPU.
 MLAFORGE_DEVICE void mbarrier_arrive_remote(smem_t bar, int rank) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}\n" ::"r"(bar),
       "r"(rank)
       : "memory");

@@ -22,6 +22,7 @@
 #include "schedule.cuh"
 #include "tile.cuh"
 #include "decode.cuh"
+#include "splits.cuh"
 
 namespace mlaforge {
 
@@ -50,7 +51,7 @@ constexpr int kRest = Config::kHeadDimV - kStrip;
 constexpr int kStepsV = Config::kHeadDimV / 16;  // of the scores, with Q in registers
 constexpr int kStepsRope = kHeadDimQK / 16 - kStepsV;  // with Q in shared memory
 
-// ---- Shared memory, bytes from the base (230240 of 232448) ---------------------------------------
+// ---- Shared memory, bytes from the base (230272 of 232448) ---------------------------------------
 constexpr int kOffsetTiles = 0;  // 196608: 3 stages of 64 tokens, the columns of V; or of Q
 constexpr int kOffsetQRope = 196608;  // 8192: the columns of Q behind V
 constexpr int kOffsetRope = 204800;  // 8192: the columns of a tile behind V
@@ -59,7 +60,8 @@ constexpr int kOffsetP = 221184;  // 8192: probabilities of a tile, 64 x 64
 constexpr int kOffsetFactors = 229376;  // 512: float32 by which a row of O is scaled
 constexpr int kOffsetSchedule = 229888;  // 32: how the requests are cut, and what the mask hides
 constexpr int kOffsetItems = 229920;  // 128: 4 items of work
-constexpr int kOffsetBarriers = 230048;  // 192: mbarriers, in the order of the plan
+constexpr int kOffsetSplits = 230048;  // 32: requests that the part shares with others
+constexpr int kOffsetBarriers = 230080;  // 192: mbarriers, in the order of the plan
 constexpr int kOffsetScratch = 221184;  // 152: prefix sums, extremes
 constexpr int kSubtileBytes = kTokens * 128;
 constexpr int kProbabilityBytes = kRows * kTokens * 2;
@@ -76,11 +78,12 @@ constexpr int kLoaderRegisters = 24;
 constexpr int kScoresRegisters = 240;
 constexpr int kValuesRegisters = 240;
 constexpr int kScoresBarrier = 1;  // 128 threads: the scores' warpgroup among itself
+constexpr int kMergeBarrier = 2;  // 256 threads: the scores' and the values' warpgroups, merging
 
 // How far, in powers of two, a row's scores may pass the maximum that its sums refer to before O is rescaled.
 constexpr float kSlack = 8.f;
 
-using Policy = SchedulePolicy<kTokens, 5, 1, 3>;
+using Policy = SchedulePolicy<kTokens, 5, 1, 1>;
 
 // Behind how the requests are cut: how many of the last tokens of a request no row of the tile sees.
 constexpr int kOffsetHidden = kOffsetSchedule + Schedule<Policy>::kBytes;
@@ -92,16 +95,16 @@ MLAFORGE_DEVICE smem_t p_at(smem_t base, int stage) { return base + kOffsetP - s
 MLAFORGE_DEVICE smem_t factors_at(smem_t base, int stage) { return base + kOffsetFactors + stage * (4 * kRows); }
 MLAFORGE_DEVICE int stage_before(int stage) { return stage > 0 ? stage - 1 : kStages - 1; }
 MLAFORGE_DEVICE smem_t item_at(smem_t base, int stage) { return base + kOffsetItems + stage * 32; }
-MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 230048 + 8 * i; }  // 3: a tile, of K or of Q, has landed
-MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 230072 + 8 * i; }  // 3: the 8 warps that multiply with it have read it
-MLAFORGE_DEVICE smem_t rope_full(smem_t base, int i) { return base + 230096 + 8 * i; }  // 2: a tile's columns behind V have landed
-MLAFORGE_DEVICE smem_t rope_empty(smem_t base, int i) { return base + 230112 + 8 * i; }  // 2: the 4 warps of the scores have read them
-MLAFORGE_DEVICE smem_t q_rope_full(smem_t base, int i) { return base + 230128 + 8 * i; }  // 1: those of Q have landed
-MLAFORGE_DEVICE smem_t q_rope_empty(smem_t base, int i) { return base + 230136 + 8 * i; }  // 1: the item's last scores are done
-MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 230144 + 8 * i; }  // 2: the scores' warpgroup has handed over P and the row factors of a tile
-MLAFORGE_DEVICE smem_t drained(smem_t base, int i) { return base + 230160 + 8 * i; }  // 2: the values' has read them
-MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 230176 + 8 * i; }  // 4: the walker has written an item
-MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 230208 + 8 * i; }  // 4: the other roles are done with it
+MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 230080 + 8 * i; }  // 3: a tile, of K or of Q, has landed
+MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 230104 + 8 * i; }  // 3: the 8 warps that multiply with it have read it
+MLAFORGE_DEVICE smem_t rope_full(smem_t base, int i) { return base + 230128 + 8 * i; }  // 2: a tile's columns behind V have landed
+MLAFORGE_DEVICE smem_t rope_empty(smem_t base, int i) { return base + 230144 + 8 * i; }  // 2: the 4 warps of the scores have read them
+MLAFORGE_DEVICE smem_t q_rope_full(smem_t base, int i) { return base + 230160 + 8 * i; }  // 1: those of Q have landed
+MLAFORGE_DEVICE smem_t q_rope_empty(smem_t base, int i) { return base + 230168 + 8 * i; }  // 1: the item's last scores are done
+MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 230176 + 8 * i; }  // 2: the scores' warpgroup has handed over P and the row factors of a tile
+MLAFORGE_DEVICE smem_t drained(smem_t base, int i) { return base + 230192 + 8 * i; }  // 2: the values' has read them
+MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 230208 + 8 * i; }  // 4: the walker has written an item
+MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 230240 + 8 * i; }  // 4: the other roles are done with it
 
 // ---- Work --------------------------------------------------------------------------------------------------------
 
@@ -141,18 +144,13 @@ struct ItemReader {
   }
 };
 
-// Walks the part's requests ahead of the other roles, and leaves behind which of them goes on in the next part.
-// By one thread.
-MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk, int32_t* split_info) {
+// Walks the part's requests ahead of the other roles, and leaves behind which of them it shares. By one thread.
+MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk) {
   Ring ring{kItems};
-  store_split(split_info, walk.part, -1, 0);
+  clear_splits(base + kOffsetSplits);
   WorkItem work;
 #pragma unroll 1
   while (walk.next(work)) {
-    if (work.opens()) {
-      store_split(split_info, walk.part, work.request,
-                  Schedule<Policy>::splits(base + kOffsetSchedule, work.start, work.len));
-    }
     const int kv_end = RowTile<Config>::border(work.len, load_shared_s32(base + kOffsetHidden));
     const int blocks = needed_end<Config>(work, kv_end) - work.block_begin;
     mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);
@@ -162,6 +160,7 @@ MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk, int32_t* s
     store_shared_s32(item_at(base, ring.stage()) + 20, work.slot);
     mbarrier_arrive(item_full(base, ring.stage()));
     ring.advance();
+    note_split(base + kOffsetSplits, work);
   }
   mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);
   const int32_t words[4] = {-1, 0, 0, 0};
@@ -455,7 +454,8 @@ MLAFORGE_DEVICE void accumulate(smem_t base, const RowTile<Config>& tile, const 
   }
 }
 
-// Grid: (row tiles x kv heads, parts). Strides of q and of the cache are in the tensor maps; those of `out` in bytes.
+// Grid: (row tiles x kv heads, parts), all of it at once. Strides of q and of the cache are in the tensor maps; those of
+// `out` in bytes.
 extern "C" __global__ void __launch_bounds__(384, 1)
     mla_decode(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map,
                const int* block_table,
@@ -468,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                float* lse,
                float* partial_out,
                float* partial_lse,
-               int* split_info,
+               int* arrivals,
                int batch,
                int s_q,
                int heads_per_kv,
@@ -498,7 +498,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < 4; ++i) mbarrier_init(item_empty(base, i), 320);
     fence_mbarrier_init();
   }
-  grid_launch_dependents();
   const RequestLengths lengths(cache_seqlens, table_width, Config::kPageSize);
   // The scratch lies in P, which is not in use yet.
   const Schedule<Policy> schedule =
@@ -517,20 +516,25 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const int ropes = 3 - exchanges;
   if (warp >= kTileLoader) {
     give_back_registers<kLoaderRegisters>();
-    const KvSource kv{kv_map, block_table, table_stride, kv_head};
+    const KvSource kv{kv_map, block_table, table_stride, kv_head, kv_policy(row_tiles)};
     if (warp == kTileLoader) {
       load_tiles(base, q_map, kv, tile);
     } else if (warp == kRopeLoader) {
       load_ropes(base, q_map, kv, tile, ropes);
     } else if (warp == kWalker && lane_id() == 0) {
-      walk_items(base, WorkWalker<Policy>(schedule, lengths), split_info);
+      walk_items(base, WorkWalker<Policy>(schedule, base + kOffsetSchedule, lengths));
     }
-  } else if (warp < 4) {
-    take_registers<kScoresRegisters>();
-    score(base, tile, output, scale_log2, ropes, exchanges);
   } else {
-    take_registers<kValuesRegisters>();
-    accumulate(base, tile, output, exchanges);
+    if (warp < 4) {
+      take_registers<kScoresRegisters>();
+      score(base, tile, output, scale_log2, ropes, exchanges);
+    } else {
+      take_registers<kValuesRegisters>();
+      accumulate(base, tile, output, exchanges);
+    }
+    // Whoever has read the last item knows what the walker wrote before it.
+    merge_splits<Config, Policy, kMergeBarrier>(base + kOffsetSplits, base + kOffsetSchedule, base + kOffsetTiles, output,
+                                                tile, arrivals, part);
   }
 }
 

@@ -15,14 +15,13 @@
 namespace mlaforge {
 
 // What the planner fixed (decode.schedule_* of the plan).
-template <int TileTokens, int FixedOverheadBlocks, int SnapBlocks, int MinPartCost>
+template <int TileTokens, int FixedOverheadBlocks, int SnapBlocks, int MinPartBlocks>
 struct SchedulePolicy {
   static constexpr int kTileTokens = TileTokens;
   static constexpr int kFixedOverheadBlocks = FixedOverheadBlocks;
   static constexpr int kSnapBlocks = SnapBlocks;
-  static constexpr int kMinPartCost = MinPartCost;
-  // A part is longer than a snap on both sides, so that no part between the first and the last of a request is empty.
-  static_assert(MinPartCost > 0, "a part must be able to hold a block");
+  static constexpr int kMinPartBlocks = MinPartBlocks;  // on average
+  static_assert(MinPartBlocks > 0, "a part must be able to hold a block");
 };
 
 // Token blocks of a request on the line. A request without a token keeps one, so that some part owns its rows.
@@ -46,6 +45,19 @@ struct RequestLengths {
     return len < 0 ? 0 : len < capacity ? len : capacity;
   }
 };
+
+struct PartRange {
+  int first;
+  int count;
+};
+
+// How many blocks of a request that begins at `start` lie before a cut at position `at`.
+MLAFORGE_DEVICE int blocks_before(int at, int start, int blocks, int snap) {
+  const int t = at - start;
+  if (t <= snap) return 0;
+  if (t >= blocks - snap) return blocks;
+  return t;
+}
 
 // The cut line and this part's piece of it. Positions on the line are in blocks; the host refuses a batch whose line
 // could pass 2^31.
@@ -75,8 +87,8 @@ struct Schedule {
   // Cuts `batch` requests of `blocks` blocks each so that every part has whole requests, or every request the same number
   // of parts; false if that would leave more than a sixteenth of the parts idle.
   MLAFORGE_DEVICE bool divide_evenly(int batch, int blocks) {
-    const int whole = (batch + parts - 1) / parts;  // requests in a part
-    const int pieces = parts / batch;               // parts of a request
+    const int whole = (batch + parts - 1) / parts;                       // requests in a part
+    const int pieces = parts / batch < blocks ? parts / batch : blocks;  // parts of a request
     const int used = batch > parts ? (batch % whole == 0 ? batch / whole : 0) : pieces * batch;
     if (used * 16 < parts * 15) return false;
     parts = used;
@@ -87,36 +99,34 @@ struct Schedule {
     return true;
   }
 
-  // How many blocks of a request that begins at `start` lie before a cut at position `at`.
-  MLAFORGE_DEVICE static int blocks_before(int at, int start, int blocks) {
-    const int t = at - start;
-    if (t <= Policy::kSnapBlocks) return 0;
-    if (t >= blocks - Policy::kSnapBlocks) return blocks;
-    return t;
-  }
+  // Cuts this close to an end of a request move there; of pieces that are hardly longer, none.
+  MLAFORGE_DEVICE int snap() const { return cut > 2 * Policy::kSnapBlocks + 1 ? Policy::kSnapBlocks : 0; }
 
-  // Number of parts that hold a block of the request which begins at `start` on the line, in this part. Of `*this` in
-  // shared memory, for a role that has no registers for it.
-  static constexpr int kBytes = 20;
+  // How a role that has no registers for it finds the rule again, in shared memory.
+  static constexpr int kBytes = 24;
   MLAFORGE_DEVICE void store(smem_t at) const {
-    const int32_t words[4] = {part / group * span, part % group, cut, more};
+    const int32_t words[4] = {part / group * span, part - part % group, cut, more};
     store_shared_v4(at, words);
     store_shared_s32(at + 16, group);
+    store_shared_s32(at + 20, snap());
   }
-  MLAFORGE_DEVICE static int splits(smem_t at, int start, int len) {
+
+  MLAFORGE_DEVICE static int stored_snap(smem_t at) { return load_shared_s32(at + 20); }
+
+  // The parts that share the request of `blocks` blocks which begins at `start` on the line, if this part is one of them.
+  MLAFORGE_DEVICE static PartRange sharers(smem_t at, int start, int blocks) {
     int32_t words[4];
     load_shared_v4(at, words);
-    const int group_start = words[0];
-    const int first = words[1];
     const int group = load_shared_s32(at + 16);
-    const int blocks = request_blocks<Policy>(len);
-    int next = first + 1;
-    while (next < group) {
-      const int end = group_start + next * words[2] + (next < words[3] ? next : words[3]);
-      if (blocks_before(end, start, blocks) >= blocks) break;
-      ++next;
-    }
-    return next - first;
+    const int snap = stored_snap(at);
+    const int longer = words[3] * (words[2] + 1);  // where the longer pieces end, counted from the first
+    // The last cut that leaves none of its blocks behind, and the first that leaves all of them.
+    const int begin = start + snap - words[0];
+    const int first = begin < longer ? begin / (words[2] + 1) : (begin - words[3]) / words[2];
+    const int end = start + blocks - snap - words[0];
+    int next = end <= longer ? (end + words[2]) / (words[2] + 1) : (end - words[3] + words[2] - 1) / words[2];
+    next = next < group ? next : group;
+    return {words[1] + first, next - first};
   }
 };
 
@@ -179,7 +189,7 @@ MLAFORGE_DEVICE Schedule<Policy> make_schedule(RequestLengths lengths, int batch
   }
 
   Schedule<Policy> s;
-  const int useful = total / Policy::kMinPartCost;
+  const int useful = (total - batch * Policy::kFixedOverheadBlocks) / Policy::kMinPartBlocks;
   s.parts = useful < 1 ? 1 : useful < max_parts ? useful : max_parts;
   if (longest != shortest || !s.divide_evenly(batch, longest)) s.divide(total);
   s.part = part;
@@ -219,21 +229,19 @@ struct WorkItem {
   int block_begin;
   int block_end;  // exclusive
   int slot;       // of the partial result; -1 when the request is not split
-
-  // The request began in this part and goes on in the next.
-  MLAFORGE_DEVICE bool opens() const { return slot >= 0 && slot % 2 == 1; }
 };
 
 // Walks the requests of a part. Whoever walks finds the same items in the same order.
 template <class Policy>
 struct WorkWalker {
   RequestLengths lengths;
-  int part, from, to;
+  smem_t stored;  // the rule, in shared memory
+  int from, to;
   int request;
   int start;
 
-  MLAFORGE_DEVICE WorkWalker(const Schedule<Policy>& s, RequestLengths l)
-      : lengths(l), part(s.part), from(s.from), to(s.to), request(s.first_request), start(s.first_start) {}
+  MLAFORGE_DEVICE WorkWalker(const Schedule<Policy>& s, smem_t at, RequestLengths l)
+      : lengths(l), stored(at), from(s.from), to(s.to), request(s.first_request), start(s.first_start) {}
 
   MLAFORGE_DEVICE bool next(WorkItem& item) {
     while (start < to) {
@@ -242,10 +250,12 @@ struct WorkWalker {
       item.request = request;
       item.len = len;
       item.start = start;
-      item.block_begin = Schedule<Policy>::blocks_before(from, start, blocks);
-      item.block_end = Schedule<Policy>::blocks_before(to, start, blocks);
+      const int snap = Schedule<Policy>::stored_snap(stored);
+      item.block_begin = blocks_before(from, start, blocks, snap);
+      item.block_end = blocks_before(to, start, blocks, snap);
       const int count = item.block_end - item.block_begin;
-      item.slot = count == blocks ? -1 : item.block_begin > 0 ? continued_slot(late(part)) : opened_slot(late(part));
+      const int part = static_cast<int>(blockIdx.y);
+      item.slot = count == blocks ? -1 : item.block_begin > 0 ? continued_slot(part) : opened_slot(part);
       start += blocks + Policy::kFixedOverheadBlocks;
       ++request;
       if (count > 0) return true;

@@ -115,7 +115,7 @@ def _burst(entries: Sequence[Mapping[str, Any]], ours: str) -> Table:
         )
     columns = ("b>", "s_k>", "h>", "s_q>", "us>", "quartiles>", "TFLOP/s>", "GB/s>", "floor>", "stream>", "GEMM>")
     return table(
-        "Burst: time of a call on the GPU, split and combine, L2 overwritten before each",
+        "Burst: time of a call on the GPU, L2 overwritten before each",
         (*columns, "best peer", "us>", "ratio>", "planning>"),
         rows,
         caption="ratio: time of the best peer over ours, above 1 is a win; planning: the same with metadata made in "

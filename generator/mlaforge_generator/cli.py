@@ -36,13 +36,15 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+    from mlaforge.api import MLA
     from mlaforge.bench.cases import Case
     from mlaforge.bench.session import Options, Session
     from mlaforge.compiler import CompiledKernel
     from mlaforge.manifest import Manifest
+    from mlaforge.memory_verify import MemoryProblem, MemoryReport
+    from mlaforge.prefill_verify import PrefillProblem
     from mlaforge.reference import AttentionDims
-    from mlaforge.verify import Errors, Problem, Report
-    from mlaforge.verify_prefill import Prefiller, PrefillProblem
+    from mlaforge.verify import Problem, Report
 
 _EXIT_CODES = """
 \b
@@ -376,11 +378,6 @@ def _compile(folders: Sequence[Path]) -> list[tuple[Manifest, CompiledKernel]]:
         raise _Usage(f"{error.filename}: can't be read: {error.strerror}") from None
 
 
-def _dynamic_smem(manifest: Manifest, kernel: CompiledKernel) -> int:
-    sizes = {each.source: each.smem_bytes for each in (manifest.decode, manifest.prefill) if each is not None}
-    return sizes.get(kernel.source, 0)
-
-
 def _compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
     return {
         "spec": manifest.name,
@@ -390,7 +387,7 @@ def _compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
         "cache_hit": kernel.cache_hit,
         "seconds": dict(kernel.seconds),
         "versions": dict(kernel.versions),
-        "dynamic_smem": _dynamic_smem(manifest, kernel),
+        "dynamic_smem": manifest.dynamic_smem[kernel.source],
         "smem_limit": TARGETS[manifest.target].smem_per_block,
         "kernels": [
             {**dataclasses.asdict(report), "serialized": report.serialized} for report in kernel.kernels.values()
@@ -419,7 +416,7 @@ def _compile_tables(compiled: Sequence[tuple[Manifest, CompiledKernel]]) -> Iter
                     bad_unless_zero(report.spill_stores + report.spill_loads),
                     bad_unless_zero(report.stack_frame),
                     f"{report.static_smem:,}",
-                    f"{_dynamic_smem(manifest, kernel):,}",
+                    f"{manifest.dynamic_smem[kernel.source]:,}",
                     sass.get("HGMMA", 0),
                     sass.get("UTMALDG", 0),
                     Text("serialised", style="bold red")
@@ -455,12 +452,21 @@ _PHASES = ("header search", "import", "nvrtc", "front end", "optimizer", "ptxas"
 
 @cli.command()
 @click.argument("spec", metavar="SPEC|DIR")
-@click.option("--examples", type=_COUNT, help="Random problems; 200 on a GPU, 12 under the simulator.")
+@click.option("--examples", type=_COUNT, help="Random problems of each kernel; 200 on a GPU, 12 under the simulator.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Which random problems.")
 @click.option(
-    "--max-tokens", type=_COUNT, help="Cached tokens of one random problem; 262144 on a GPU, 1000 under the simulator."
+    "--kernel",
+    "kernels",
+    multiple=True,
+    type=click.Choice(["decode", "gather", "append", "merge", "prefill"]),
+    help="Only the problems of this kernel; may be repeated.  [default: all]",
 )
-@click.option("--matrix", is_flag=True, help="Run the problems of FlashMLA's own test instead.")
+@click.option(
+    "--max-tokens",
+    type=_COUNT,
+    help="Tokens of one random problem; 262144 on a GPU, 1000 under the simulator; of prefill at most 16384, 400.",
+)
+@click.option("--matrix", is_flag=True, help="Run the problems of FlashMLA's own test of decode instead.")
 @click.option("--problem", "text", metavar="TEXT", help="Run one problem instead, as a failure printed it.")
 @click.option(
     "--device",
@@ -481,6 +487,7 @@ def verify(
     spec: str,
     examples: int | None,
     seed: int,
+    kernels: tuple[str, ...],
     max_tokens: int | None,
     matrix: bool,
     text: str | None,
@@ -491,20 +498,20 @@ def verify(
 ) -> None:
     """Compare kernels with float64, on a GPU or under the simulator.
 
-    Decode, then prefill with a third as many problems. By the acceptance criteria of FlashMLA's own tests. What fails
-    is made as small as it still fails, and printed as a command line that replays it.
+    Decode and prefill by the acceptance criteria of FlashMLA's own tests, the others by what one rounding explains.
+    What fails is made as small as it still fails, and printed as a command line that replays it.
     """
     if matrix and text is not None:
         raise click.UsageError("--matrix and --problem exclude each other")
     with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
         # A spec with faults is told before a missing GPU.
         (folder,) = _folders([spec], Path(scratch))
-        problem = _parse_problem(text) if text is not None else None
+        problem = _parse_any_problem(text) if text is not None else None
         if device != "sim" and (reason := _why_no_hopper(device)):
             raise _NoDevice(f"{reason}; the kernels can't run here, but `--device sim` runs their text on the CPU")
         if problem is None:
             _check_absorption(_dims(folder))
-        run = _Run(seed, examples, max_tokens, matrix, problem, device, mode, schedule_seed, verbose)
+        run = _Run(seed, examples, max_tokens, matrix, problem, device, mode, schedule_seed, verbose, kernels)
         _verify(spec, folder, run)
 
 
@@ -516,37 +523,63 @@ class _Run:
     examples: int | None = None
     max_tokens: int | None = None
     matrix: bool = False
-    problem: Problem | PrefillProblem | None = None
+    problem: Problem | MemoryProblem | PrefillProblem | None = None
     device: str = "cuda"
     mode: str = "random"
     schedule_seed: int = 0
     verbose: bool = False
+    kernels: tuple[str, ...] = ()
+    """Only these; all if empty."""
 
     @property
     def simulated(self) -> bool:
         """Whether a CPU plays the GPU."""
         return self.device == "sim"
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Random problems of each kernel, and the most tokens of one."""
+        examples, tokens = (12, 1000) if self.simulated else (200, 1 << 18)
+        return self.examples or examples, self.max_tokens or tokens
 
-def _parse_problem(text: str) -> Problem | PrefillProblem:
+    @property
+    def on(self) -> str:
+        """The device of the tensors."""
+        return "cpu" if self.simulated else self.device
+
+    def draws(self, kernel: str) -> bool:
+        """Whether random problems of a kernel are asked for."""
+        return self.problem is None and not self.matrix and (not self.kernels or kernel in self.kernels)
+
+    @property
+    def schedule(self) -> str:
+        """What a command line that replays a problem says of the simulator."""
+        return f" --device sim --mode {self.mode} --schedule-seed {self.schedule_seed}" if self.simulated else ""
+
+
+def _parse_problem(text: str) -> Problem:
     _require_torch()
     from mlaforge.verify import Problem
-    from mlaforge.verify_prefill import PrefillProblem
 
-    prefill = any(word.startswith(("q=", "k=")) for word in text.split())
     try:
-        return PrefillProblem.parse(text) if prefill else Problem.parse(text)
+        return Problem.parse(text)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--problem") from None
 
 
-def _parse_decode_problem(text: str) -> Problem:
-    problem = _parse_problem(text)
-    from mlaforge.verify import Problem
+def _parse_any_problem(text: str) -> Problem | MemoryProblem | PrefillProblem:
+    """Read a problem of any kernel; all but decode's begin with the kernel's name."""
+    _require_torch()
+    from mlaforge.memory_verify import is_memory_problem, parse_problem
+    from mlaforge.prefill_verify import PrefillProblem
 
-    if not isinstance(problem, Problem):
-        raise click.BadParameter("a timeline is drawn of decode only", param_hint="--problem")
-    return problem
+    prefill = text.split(" ", 1)[0] == PrefillProblem.kernel
+    if not (prefill or is_memory_problem(text)):
+        return _parse_problem(text)
+    try:
+        return PrefillProblem.parse(text) if prefill else parse_problem(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--problem") from None
 
 
 def _require_torch() -> None:
@@ -603,9 +636,6 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
     from mlaforge.compiler import CompileError
     from mlaforge.simulator import CompilerMissingError, SimulatorOptions
     from mlaforge.toolchain import ToolchainError
-    from mlaforge.verify import flashmla_matrix, random_problems, verify_problems
-    from mlaforge.verify_prefill import PrefillProblem
-    from mlaforge.verify_prefill import random_problems as random_prefill_problems
 
     options = SimulatorOptions(seed=run.schedule_seed, mode=run.mode)
     try:
@@ -615,76 +645,130 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
         raise _Toolchain(str(error)) from None
     except (CompileError, ToolchainError) as error:
         raise _Toolchain(str(error)) from None
-    if isinstance(run.problem, PrefillProblem):
-        if mla.manifest.prefill is None:
-            raise _Usage(f"{spec}: there is no prefill kernel; `mlaforge plan` says why")
-        _verify_prefill(spec, mla, run, [run.problem])
-        return
-    if run.problem is not None:
+    _verify_decode(spec, mla, run)
+    _verify_memory(spec, mla, run)
+    _verify_prefill(spec, mla, run)
+
+
+def _verify_decode(spec: str, mla: MLA, run: _Run) -> None:
+    """Run the problems of decode; `_Failure` if one is not accepted."""
+    from mlaforge.verify import Problem, flashmla_matrix, random_problems, verify_problems
+
+    problems: list[Problem] = []
+    if isinstance(run.problem, Problem):
         problems = [run.problem]
-    elif run.matrix:
+    elif run.matrix and (not run.kernels or "decode" in run.kernels):
         problems = list(flashmla_matrix())
-    else:
-        examples, tokens = (12, 1000) if run.simulated else (200, 1 << 18)
-        tokens = run.max_tokens or tokens
-        problems = random_problems(mla.manifest, run.examples or examples, run.seed, tokens)
+    elif run.draws("decode"):
+        examples, tokens = run.size
+        problems = random_problems(mla.manifest, examples, run.seed, tokens)
+    if not problems:
+        return
     start = time.perf_counter()
+    with _verifying(problems, run) as before:
+        report = verify_problems(mla, problems, before, device=run.on)
+    _print([_verify_table("decode", report, time.perf_counter() - start)])
+    if report.failure is not None:
+        failure = report.failure
+        _show_failure(spec, run, failure.errors.failures, failure.found, failure.problem)
+        raise _Failure(f"{spec}: problem {report.problems} of {len(problems)} failed")
+    click.echo(f"all {report.problems} problems accepted")
+
+
+def _verify_memory(spec: str, mla: MLA, run: _Run) -> None:
+    """Run the problems of the memory-bound kernels; `_Failure` if one is not accepted."""
+    from mlaforge.memory_verify import MemoryProblem, random_problems, verify_problems
+
+    problems: list[MemoryProblem] = []
+    if isinstance(run.problem, MemoryProblem):
+        problems = [run.problem]
+    elif run.problem is None:
+        examples, tokens = run.size
+        drawn = random_problems(mla.manifest, examples, run.seed, tokens)
+        problems = [problem for problem in drawn if run.draws(problem.kernel)]
+    if not problems:
+        return
+    start = time.perf_counter()
+    with _verifying(problems, run) as before:
+        report = verify_problems(mla, problems, before, device=run.on)
+    _print([_memory_table(report, time.perf_counter() - start)])
+    if report.failure is not None:
+        failure = report.failure
+        _show_failure(spec, run, failure.outcome.failures, failure.found, failure.problem)
+        raise _Failure(f"{spec}: problem {report.problems} of {len(problems)}, of {failure.problem.kernel}, failed")
+    click.echo(f"{', '.join(report.counts)}: all {report.problems} problems accepted")
+
+
+def _verify_prefill(spec: str, mla: MLA, run: _Run) -> None:
+    """Run the problems of prefill; `_Failure` if one is not accepted, `_Usage` if they are of no kernel of the spec."""
+    from mlaforge.prefill_verify import PrefillProblem, random_problems, verify_problems
+
+    problem = run.problem if isinstance(run.problem, PrefillProblem) else None
+    if PrefillProblem.kernel not in mla.manifest.kernels:
+        if problem is not None or PrefillProblem.kernel in run.kernels:
+            raise _Usage(f"{spec}: there is no prefill kernel; `mlaforge plan` says why")
+        return
+    if problem is not None:
+        problems = [problem]
+    elif run.draws(PrefillProblem.kernel):
+        examples, tokens = run.size
+        # Work is the square of it.
+        tokens = min(tokens, 400 if run.simulated else 1 << 14)
+        problems = random_problems(mla.manifest, examples, run.seed, tokens)
+    else:
+        return
+    start = time.perf_counter()
+    with _verifying(problems, run) as before:
+        report = verify_problems(mla, problems, before, device=run.on)
+    _print([_verify_table("prefill", report, time.perf_counter() - start)])
+    if report.failure is not None:
+        failure = report.failure
+        _show_failure(spec, run, failure.errors.failures, failure.found, failure.problem)
+        raise _Failure(f"{spec}: problem {report.problems} of {len(problems)}, of prefill, failed")
+    click.echo(f"prefill: all {report.problems} problems accepted")
+
+
+@contextlib.contextmanager
+def _verifying(problems: Sequence[object], run: _Run) -> Iterator[Callable[[object], None]]:
+    """Show progress; give what is called with each problem before it runs."""
     with _progress("verifying", len(problems)) as advance:
 
-        def before(problem: Problem) -> None:
+        def before(problem: object) -> None:
             if run.verbose:
                 click.echo(problem, err=True)
             advance()
 
-        report = verify_problems(mla, problems, before, device="cpu" if run.simulated else run.device)
-    _print([_verify_table(report, time.perf_counter() - start)])
-    if report.failure is None:
-        click.echo(f"all {report.problems} problems accepted")
-        if run.problem is None and not run.matrix and mla.manifest.prefill is not None:
-            tokens = min(tokens, 400 if run.simulated else 1 << 14)  # Work is the square of it.
-            count = -(-len(problems) // 3)
-            _verify_prefill(spec, mla, run, random_prefill_problems(mla.manifest, count, run.seed, tokens))
-        return
-    failure = report.failure
-    _show_failure(spec, run, failure.found, failure.problem, failure.errors)
-    raise _Failure(f"{spec}: problem {report.problems} of {len(problems)} failed")
+        yield before
 
 
 def _show_failure(
-    spec: str, run: _Run, found: Problem | PrefillProblem, small: Problem | PrefillProblem, errors: Errors
+    spec: str,
+    run: _Run,
+    failures: Iterable[str],
+    found: Problem | MemoryProblem | PrefillProblem,
+    small: Problem | MemoryProblem | PrefillProblem,
 ) -> None:
-    for line in errors.failures:
+    for line in failures:
         click.echo(f"failed: {line}")
     if found != small:
         click.echo(f"found as: {found}")
-    schedule = f" --device sim --mode {run.mode} --schedule-seed {run.schedule_seed}" if run.simulated else ""
-    click.echo(f"reproduce: {small.to_repro(spec)}{schedule}")
+    click.echo(f"reproduce: {small.to_repro(spec)}{run.schedule}")
 
 
-def _verify_prefill(spec: str, mla: Prefiller, run: _Run, problems: Sequence[PrefillProblem]) -> None:
-    """Run the problems and print what came of them; `_Failure` if one is not accepted."""
-    from mlaforge.verify import Report
-    from mlaforge.verify_prefill import verify_problems
+def _memory_table(report: MemoryReport, seconds: float) -> Table:
+    from .tables import table
 
-    report = Report()
-    start = time.perf_counter()
-    with _progress("verifying prefill", len(problems)) as advance:
-
-        def after(problem: PrefillProblem, errors: Errors) -> None:
-            report.add(problem.kind, errors)
-            if run.verbose:
-                click.echo(problem, err=True)
-            advance()
-
-        failure = verify_problems(mla, problems, after, device="cpu" if run.simulated else run.device)
-    _print([_verify_table(report, time.perf_counter() - start)])
-    if failure is not None:
-        _show_failure(spec, run, failure.found, failure.problem, failure.errors)
-        raise _Failure(f"{spec}: prefill problem {report.problems} of {len(problems)} failed")
-    click.echo(f"all {report.problems} prefill problems accepted")
+    failed = report.failure.problem.kernel if report.failure is not None else ""
+    rows = []
+    for name, count in report.counts.items():
+        used = report.used[name]
+        accepted = "float64, rounded once" if used else "the same bits"
+        rows.append((name, count, f"{used:.1%}" if used else "-", accepted, "failed" if name == failed else "ok"))
+    columns = ("kernel", "count>", "of tolerance>", "accepted is", "")
+    return table(f"Memory-bound kernels, {seconds:.1f} s", columns, rows)
 
 
-def _verify_table(report: Report, seconds: float) -> Table:
+def _verify_table(kernel: str, report: Report[Problem] | Report[PrefillProblem], seconds: float) -> Table:
     from mlaforge.verify import (
         LSE_ABS_TOLERANCE,
         LSE_REL_TOLERANCE,
@@ -710,7 +794,7 @@ def _verify_table(report: Report, seconds: float) -> Table:
     ]
     columns = ("problems", "count>", "|out - ref|>", "of tolerance>", "1 - cos>", "|lse - ref|>", "of tolerance>", "")
     return table(
-        f"Worst errors against float64, {seconds:.1f} s",
+        f"Worst errors of {kernel} against float64, {seconds:.1f} s",
         columns,
         rows,
         caption=(
@@ -787,7 +871,7 @@ def trace(
     """
     with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
         (folder,) = _folders([spec], Path(scratch))
-        problem = _parse_decode_problem(text) if text is not None else None
+        problem = _parse_problem(text) if text is not None else None
         _require_torch()
         from mlaforge.simulator import CompilerMissingError, SimulatorOptions
         from mlaforge.trace import to_perfetto, to_svg, trace_decode

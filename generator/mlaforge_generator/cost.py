@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .plan import ELEMENT_BYTES, Plan, SchedulePolicy
+from .kernel_plan import ELEMENT_BYTES
+from .plan import Plan, SchedulePolicy
 from .spec import Model
 from .target import Target
 
@@ -206,25 +207,32 @@ def split_counts(lengths: Sequence[int], tile_tokens: int, policy: SchedulePolic
     """
     blocks = [max(-(-length // tile_tokens), 1) for length in lengths]
     total = sum(blocks) + policy.fixed_overhead_blocks * len(blocks)
-    parts = min(max(total // policy.min_part_cost, 1), max_parts)
+    parts = min(max(sum(blocks) // policy.min_part_blocks, 1), max_parts)
     counts = [1] * len(blocks)
     if len(set(blocks)) == 1:
         batch = len(blocks)
-        whole, pieces = -(-batch // parts), parts // batch
+        whole, pieces = -(-batch // parts), min(parts // batch, blocks[0])
         if batch > parts and batch % whole == 0 and batch // whole * 16 >= parts * 15:
             return counts
         if batch <= parts and pieces * batch * 16 >= parts * 15:
+            snap = _snap(blocks[0], pieces, policy)
             cuts = [_boundary(blocks[0], pieces, i) for i in range(1, pieces)]
-            return [1 + sum(policy.snap_blocks < cut < blocks[0] - policy.snap_blocks for cut in cuts)] * batch
+            return [1 + sum(snap < cut < blocks[0] - snap for cut in cuts)] * batch
+    snap = _snap(total, parts, policy)
     start = request = 0
     for part in range(1, parts):
         cut = _boundary(total, parts, part)
         while start + blocks[request] + policy.fixed_overhead_blocks <= cut:
             start += blocks[request] + policy.fixed_overhead_blocks
             request += 1
-        if policy.snap_blocks < cut - start < blocks[request] - policy.snap_blocks:
+        if snap < cut - start < blocks[request] - snap:
             counts[request] += 1
     return counts
+
+
+def _snap(total: int, parts: int, policy: SchedulePolicy) -> int:
+    """How close to an end of a request a cut moves there: not at all if the pieces are hardly longer."""
+    return policy.snap_blocks if total // parts > 2 * policy.snap_blocks + 1 else 0
 
 
 def _boundary(total: int, parts: int, part: int) -> int:

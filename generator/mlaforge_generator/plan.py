@@ -7,34 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .block import (
+    LINE,
+    SUBTILE_COLUMNS,
+    Mbarrier,
+    NamedBarrier,
+    RegisterLimit,
+    RegisterUse,
+    SmemMap,
+    SmemRegion,
+    TensorMap,
+    WarpRole,
+)
 from .errors import Problem, SpecError
+from .kernel_plan import ELEMENT_BYTES, ELEMENTS, Choice, KernelPlan, Parameter
+from .kernels import plan_kernels
 from .spec import Spec
 from .target import TARGETS, Target
 
-if TYPE_CHECKING:
-    from .prefill import PrefillPlan
-
-ELEMENT_BYTES = 2
-"""Bytes of a bf16 or fp16 element."""
-SUBTILE_COLUMNS = 64
-"""Columns of a subtile: 128 bytes, the longest line that TMA and WGMMA swizzle."""
-SMEM_ALIGNMENT = 1024
-"""An atom of the 128-byte swizzle."""
+MAX_PARTS = 144
+"""Parts of the grid, kMaxSplits of splits.cuh; no Hopper GPU has more SMs."""
 MAX_STAGES = 6
 """More stages than this were never needed to keep the memory busy."""
 D_V_CHOICES = (128, 256, 384, 512)
 """Widths of V whose halves are multiples of a subtile and a WGMMA shape."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A field that was left to the planner."""
-
-    field: str
-    value: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -68,95 +66,12 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class SmemRegion:
-    """A piece of a block's shared memory; `alias_of` names the region whose bytes it uses at another time."""
-
-    name: str
-    constant: str
-    offset: int
-    size: int
-    what: str
-    count: int = 1
-    """Equal buffers that it consists of."""
-    alias_of: str | None = None
-
-
-@dataclass(frozen=True)
-class SmemMap:
-    """The shared memory of a block, bytes."""
-
-    regions: tuple[SmemRegion, ...]
-    total: int
-    limit: int
-
-
-@dataclass(frozen=True)
-class Mbarrier:
-    """A group of equal mbarriers. `bytes` is the most that one phase expects from TMA, 0 if none."""
-
-    name: str
-    count: int
-    arrivals: int
-    bytes: int
-    what: str
-    offset: int = -1
-    """Of the first, from the base of shared memory; -1 until the regions are placed."""
-
-
-@dataclass(frozen=True)
-class NamedBarrier:
-    """A hardware barrier, or several with successive ids."""
-
-    constant: str
-    id: int
-    count: int
-    threads: int
-    what: str
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """A TMA tensor map that the runtime encodes. Dimensions are innermost first; names are filled at the call."""
-
-    parameter: str
-    tensor: str
-    dims: tuple[str, ...]
-    box: tuple[int, ...]
-    swizzle_bytes: int
-
-
-@dataclass(frozen=True)
-class WarpRole:
-    """What a group of warps does, and how many registers each of its threads has while it does."""
-
-    name: str
-    warps: int
-    registers: int
-    what: str
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A kernel parameter after the tensor maps, in order."""
-
-    name: str
-    ctype: str
-
-
-@dataclass(frozen=True)
-class RegisterLimit:
-    """Registers of a thread while its warpgroup plays a role."""
-
-    constant: str
-    registers: int
-
-
-@dataclass(frozen=True)
 class Launch:
     """Shape of a launch."""
 
     threads: int
     grid: tuple[str, ...]
+    """Blocks, all of which run at the same time."""
     register_limits: tuple[RegisterLimit, ...]
 
 
@@ -168,17 +83,8 @@ class SchedulePolicy:
     """What a request costs beside its blocks."""
     snap_blocks: int
     """A cut this close to an end of a request moves there."""
-    min_part_cost: int
-    """No part gets less: a small batch uses fewer parts than the GPU has room for."""
-
-
-@dataclass(frozen=True)
-class RegisterUse:
-    """One line of the register estimate of a role."""
-
-    role: str
-    what: str
-    registers: int
+    min_part_blocks: int
+    """What a part gets at least, on average: a small batch uses fewer parts than the GPU has room for."""
 
 
 @dataclass(frozen=True)
@@ -204,25 +110,8 @@ class DecodePlan:
     registers: tuple[RegisterUse, ...]
     launch: Launch
     schedule: SchedulePolicy
-    parameters: tuple[Parameter, ...]
-
-
-@dataclass(frozen=True)
-class CombinePlan:
-    """Merges the partial results of split requests."""
-
-    template: str
-    file: str
-    entry: str
-    element: str
-    d_v: int
-    tile_rows: int
-    rows_per_block: int
-    columns_per_warp: int
-    parts_per_block: int
-    """Parts whose split request a block merges, if one begins there."""
-    threads: int
-    grid: tuple[str, ...]
+    max_parts: int
+    """Parts that can share a request: splits.cuh has room for no more."""
     parameters: tuple[Parameter, ...]
 
 
@@ -234,9 +123,8 @@ class Plan:
     target: Target
     softmax_scale: float
     decode: DecodePlan
-    combine: CombinePlan
-    prefill: PrefillPlan | None
-    """None if the head dimensions are none that it has a shape for."""
+    kernels: tuple[KernelPlan, ...]
+    """The other kernels; see kernels.py."""
     choices: tuple[Choice, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -246,8 +134,7 @@ class Plan:
             "target": asdict(self.target),
             "softmax_scale": self.softmax_scale,
             "decode": asdict(self.decode),
-            "combine": asdict(self.combine),
-            "prefill": self.prefill and asdict(self.prefill),
+            "kernels": {kernel.name: asdict(kernel) for kernel in self.kernels},
             "choices": [asdict(choice) for choice in self.choices],
         }
 
@@ -276,7 +163,7 @@ def make_plan(spec: Spec) -> Plan:
         choices.append(Choice("kernels.decode.stages", str(stages), why))
 
     chosen = _ARRANGEMENTS[schedule](spec, rows, tokens, stages)
-    element = {"bf16": "Bf16", "fp16": "Fp16"}[spec.cache.dtype]
+    element = ELEMENTS[spec.cache.dtype]
     decode = DecodePlan(
         spec_name=spec.name,
         schedule_name=schedule,
@@ -305,32 +192,15 @@ def make_plan(spec: Spec) -> Plan:
         registers=chosen.registers,
         launch=Launch(
             threads=sum(role.warps for role in chosen.roles) * 32,
-            grid=("ceil(s_q * heads_per_kv / tile_rows) * kv_heads", "max(SMs / grid.x, 1)"),
+            grid=("ceil(s_q * heads_per_kv / tile_rows) * kv_heads", f"max(min(SMs / grid.x, {MAX_PARTS}), 1)"),
             register_limits=chosen.register_limits,
         ),
-        schedule=SchedulePolicy(fixed_overhead_blocks=5, snap_blocks=1, min_part_cost=3),
+        schedule=SchedulePolicy(fixed_overhead_blocks=5, snap_blocks=1, min_part_blocks=1),
+        max_parts=MAX_PARTS,
         parameters=_DECODE_PARAMETERS,
     )
-    rows_per_block, columns_per_warp = 4, 128
-    combine = CombinePlan(
-        template="kernels/combine.cu.j2",
-        file="combine.cu",
-        entry="mla_combine",
-        element=element,
-        d_v=spec.d_v,
-        tile_rows=rows,
-        rows_per_block=rows_per_block,
-        columns_per_warp=columns_per_warp,
-        parts_per_block=4,
-        threads=rows_per_block * spec.d_v // columns_per_warp * 32,
-        grid=("tile_rows / rows_per_block", "decode grid.x", "ceil((decode grid.y - 1) / parts_per_block)"),
-        parameters=_COMBINE_PARAMETERS,
-    )
-    # It is made of the pieces defined here.
-    from .prefill import plan_prefill
-
-    prefill, prefill_choices = plan_prefill(spec)
-    return Plan(spec, target, spec.softmax_scale, decode, combine, prefill, (*choices, *prefill_choices))
+    kernels, of_kernels = plan_kernels(spec, target)
+    return Plan(spec, target, spec.softmax_scale, decode, kernels, (*choices, *of_kernels))
 
 
 _OUT_STRIDES = tuple(Parameter(f"out_stride_{dim}", "long long") for dim in "bsh")
@@ -343,7 +213,7 @@ _DECODE_PARAMETERS = (
     Parameter("lse", "float*"),
     Parameter("partial_out", "float*"),
     Parameter("partial_lse", "float*"),
-    Parameter("split_info", "int*"),
+    Parameter("arrivals", "int*"),
     Parameter("batch", "int"),
     Parameter("s_q", "int"),
     Parameter("heads_per_kv", "int"),
@@ -351,18 +221,6 @@ _DECODE_PARAMETERS = (
     Parameter("table_width", "int"),
     Parameter("causal", "int"),
     Parameter("scale_log2", "float"),
-)
-_COMBINE_PARAMETERS = (
-    Parameter("partial_out", "const float*"),
-    Parameter("partial_lse", "const float*"),
-    Parameter("split_info", "const int*"),
-    Parameter("out", "void*"),
-    *_OUT_STRIDES,
-    Parameter("lse", "float*"),
-    Parameter("s_q", "int"),
-    Parameter("heads_per_kv", "int"),
-    Parameter("row_tiles", "int"),
-    Parameter("last_part", "int"),
 )
 
 
@@ -423,9 +281,6 @@ class _Arrangement:
 
 
 _Arrange = Callable[[Spec, int, int, int], _Arrangement]
-
-LINE = SUBTILE_COLUMNS * ELEMENT_BYTES
-"""Bytes of a row of a subtile."""
 
 
 class _Regions:
@@ -489,12 +344,17 @@ def _plain(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     regions.place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, f"probabilities of a tile, {rows} x {tokens}")
     regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled")
     regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut")
+    regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
     placed, mbarriers = regions.finish(mbarriers, roles)
     return _Arrangement(
         tile=Tile(rows, tokens, stages, subtiles, _rope_subtiles(spec), _box_tokens(spec, tokens), rope_stages=stages),
         regions=placed,
         mbarriers=mbarriers,
-        named_barriers=(NamedBarrier("kTailBarrier", 1, 2, 128, "a warpgroup has cleared its half of a last tile"),),
+        named_barriers=(
+            NamedBarrier("kTailBarrier", 1, 2, 128, "a warpgroup has cleared its half of a last tile"),
+            NamedBarrier("kMergeBarrier", 3, 1, 256, "the warpgroups, merging"),
+            NamedBarrier("kSplitsBarrier", 4, 1, 288, "the producer has written what the part shares"),
+        ),
         roles=roles,
         registers=(
             RegisterUse("warpgroup 0", f"O, {rows} x {spec.d_v // 2} float32", rows * spec.d_v // 2 // 128),
@@ -572,6 +432,7 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
     regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled", exchanges)
     regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut, and what the mask hides")
     regions.place("items", "kOffsetItems", 32, f"{items} items of work", items)
+    regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
     uses = [
         RegisterUse("scores", "addresses and loops; accumulators begin at R24", 24),
         RegisterUse("scores", f"Q, {rows} x {spec.d_v} 16-bit", rows * spec.d_v // 256),
@@ -601,7 +462,10 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
         ),
         regions=placed,
         mbarriers=mbarriers,
-        named_barriers=(NamedBarrier("kScoresBarrier", 1, 1, 128, "the scores' warpgroup among itself"),),
+        named_barriers=(
+            NamedBarrier("kScoresBarrier", 1, 1, 128, "the scores' warpgroup among itself"),
+            NamedBarrier("kMergeBarrier", 2, 1, 256, "the scores' and the values' warpgroups, merging"),
+        ),
         roles=roles,
         registers=tuple(uses),
         register_limits=(

@@ -9,9 +9,11 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .block import SmemMap
 from .cost import CacheSize, DecodeCost, binary_bytes, decimal_bytes
-from .plan import DecodePlan, Plan, SmemMap
-from .prefill import PrefillPlan
+from .memory_plan import MemoryPlan
+from .plan import DecodePlan, Plan
+from .prefill_plan import PrefillPlan
 from .target import Target
 
 
@@ -63,7 +65,7 @@ def plan_tables(
     plan: Plan, costs: Sequence[DecodeCost], sizes: Sequence[CacheSize], workload: str
 ) -> Iterator[RenderableType]:
     """Give a plan section by section. `workload` says in words what `sizes` were worked out for."""
-    spec, decode, combine, target = plan.spec, plan.decode, plan.combine, plan.target
+    spec, decode, target = plan.spec, plan.decode, plan.target
     yield Text(summary(plan), style="bold")
     yield Text(f"softmax_scale {plan.softmax_scale:.6f}; target {target.arch}, {target.name}, {target.sms} SMs\n")
     if plan.choices:
@@ -76,19 +78,36 @@ def plan_tables(
         ("kernel", "threads>", "grid"),
         (
             (decode.entry, decode.launch.threads, ", ".join(decode.launch.grid)),
-            (combine.entry, combine.threads, ", ".join(combine.grid)),
+            *((kernel.entry, kernel.threads, ", ".join(kernel.grid)) for kernel in plan.kernels),
+        ),
+    )
+    many = 100_000
+    yield table(
+        f"Memory-bound kernels on copies of {target.copy_bandwidth / 1e12:.2f} TB/s",
+        ("kernel", "does", "a warp has", "bytes of one>", f"floor of {many:,}, us>"),
+        (
+            (
+                kernel.name,
+                kernel.what,
+                f"{kernel.units_per_warp} x {kernel.unit}",
+                f"{kernel.unit_bytes:,}",
+                f"{kernel.floor_us(many, target):.1f}",
+            )
+            for kernel in plan.kernels
+            if isinstance(kernel, MemoryPlan)
         ),
     )
     policy = decode.schedule
     yield Text("\nSplit scheme", style="bold")
     yield Text(
         f"Requests lie on a line, each its {decode.tile.tokens}-token blocks + {policy.fixed_overhead_blocks} long. "
-        f"The line is cut evenly over grid.y parts, none shorter than {policy.min_part_cost}. A cut within "
-        f"{policy.snap_blocks} of a request's end moves there, any other splits the request, whose pieces the second "
-        "kernel merges. Each block works this out from cache_seqlens.\n"
+        f"The line is cut evenly over grid.y parts of {policy.min_part_blocks} block or more. A cut within "
+        f"{policy.snap_blocks} of a request's end moves there, any other splits the request: the parts that share it "
+        "merge their results. Each block works this out from cache_seqlens.\n"
     )
-    if plan.prefill is not None:
-        yield from _prefill_tables(plan.prefill, target)
+    for kernel in plan.kernels:
+        if isinstance(kernel, PrefillPlan):
+            yield from _prefill_tables(kernel, target)
     yield table(
         f"Decode calls on {target.read_bandwidth / 1e12:.2f} TB/s and {target.matrix_rate / 1e12:.0f} TFLOP/s",
         _COST_COLUMNS,
@@ -172,11 +191,6 @@ def _prefill_tables(prefill: PrefillPlan, target: Target) -> Iterator[Renderable
         f"are {prefill.section_tokens:,} tokens together, those with the most work first."
     )
     yield from _kernel_tables(prefill, target)
-    yield table(
-        "Launch",
-        ("kernel", "threads>", "grid"),
-        [(prefill.entry, prefill.launch.threads, ", ".join(prefill.launch.grid))],
-    )
 
 
 def _smem_table(smem: SmemMap) -> Table:

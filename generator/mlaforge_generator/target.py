@@ -46,6 +46,8 @@ class Target:
     max_registers_per_thread: int
     read_bandwidth: float
     """Bytes per second of a read-only stream larger than L2."""
+    copy_bandwidth: float
+    """Bytes per second of a copy larger than L2, what is read and what is written together."""
     matrix_rate: float
     """bf16 FLOP per second of a large matrix product on random data."""
     memory: int
@@ -61,6 +63,7 @@ H200 = Target(
     registers_per_sm=65_536,
     max_registers_per_thread=255,
     read_bandwidth=4.58e12,
+    copy_bandwidth=4.30e12,
     matrix_rate=792e12,
     memory=141_000_000_000,
     # Driver 580.159, CUDA 13.0, 2026-11-29. At 105 nJ HBM gives 4.09 G tokens/s at 559 W, so that reading alone stays

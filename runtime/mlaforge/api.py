@@ -1,8 +1,7 @@
-"""What a user calls: `load` a spec or a generated folder, then `decode` or `prefill`."""
+"""What a user calls: `load` a spec or a generated folder, then `decode`, `prefill`, `gather`, `append`, `merge`."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import shutil
@@ -16,6 +15,8 @@ from mlaforge.cache import default_directory
 from mlaforge.decode import DecodeRunner, register
 from mlaforge.launch import Cuda
 from mlaforge.manifest import Manifest, read_manifest
+from mlaforge.memory import MemoryKernels
+from mlaforge.memory import register as register_memory
 from mlaforge.prefill import PrefillRunner
 from mlaforge.prefill import register as register_prefill
 from mlaforge.simulator import Simulator, SimulatorOptions
@@ -30,6 +31,12 @@ class MLA:
         self.backend = backend
         self._runner = DecodeRunner(manifest, backend)
         register(self._runner)
+        self._memory = MemoryKernels(manifest, backend, self._runner.key)
+        register_memory(self._memory)
+        self._prefill: PrefillRunner | None = None
+        if (kernel := manifest.kernels.get("prefill")) is not None:
+            self._prefill = PrefillRunner(manifest, kernel, backend, self._runner.key)
+            register_prefill(self._prefill)
 
     def decode(
         self,
@@ -82,14 +89,6 @@ class MLA:
         torch.ops.mlaforge.decode_out(*arguments, out, lse, self._runner.key, causal, scale)
         return out, lse
 
-    @functools.cached_property
-    def _prefill_runner(self) -> PrefillRunner:
-        if self.manifest.prefill is None:
-            raise ValueError(f"{self.manifest.name} has no prefill kernel: `mlaforge plan` says why")
-        runner = PrefillRunner(self.manifest, self.manifest.prefill, self.backend)
-        register_prefill(runner)
-        return runner
-
     def prefill(
         self,
         q: torch.Tensor,
@@ -107,7 +106,7 @@ class MLA:
 
         The rows of all sequences lie one behind the other; sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1] - 1.
         Works on the current stream of q's device and never waits for it. The work is divided on the device, so a
-        captured graph may be replayed with other lengths. The kernel is compiled at the first call.
+        captured graph may be replayed with other lengths.
 
         Args:
             q: (total_q, heads, d_qk), d_qk = qk_nope_head_dim + qk_rope_head_dim, bf16 or fp16 as the spec's cache; the
@@ -128,20 +127,164 @@ class MLA:
         Raises:
             ValueError: an argument does not fit; it says which, what it is and what it must be. Or the spec has no
                 prefill kernel. Nothing was launched.
-            CompileError: the kernel does not compile.
             CudaError: the driver refused the launch.
         """
-        runner = self._prefill_runner
+        runner = self._prefill
+        if runner is None:
+            raise ValueError(f"{self.manifest.name} has no prefill kernel: `mlaforge plan` says why")
         scale = self.manifest.softmax_scale if softmax_scale is None else float(softmax_scale)
         arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k)
         if out is None and lse is None:
             made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mlaforge.prefill(*arguments, runner.key, causal, scale)
             return made
         if out is None:
-            out = q.new_empty((*q.shape[:2], runner.kernel.d_v))
+            out = q.new_empty((*q.shape[:2], runner.d_v))
         if lse is None:
             lse = q.new_empty((*q.shape[1::-1],), dtype=torch.float32)
         torch.ops.mlaforge.prefill_out(*arguments, out, lse, runner.key, causal, scale)
+        return out, lse
+
+    def gather(
+        self,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        *,
+        seq_starts: torch.Tensor | None = None,
+        total_tokens: int | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Copy ranges of cached tokens out of their pages, into rows that follow each other: for chunked prefill.
+
+        Row cu_seqlens[i] + j of the result is the cached token seq_starts[i] + j of sequence i, to the bit. Works on
+        the current stream and never waits for it: lengths, starts and tables may change between replays of a graph.
+
+        Args:
+            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, 1, d_qk), bf16 or fp16 as the spec's
+                cache; the last dimension contiguous, other strides multiples of 16 bytes.
+            block_table: (b, max_blocks) int32: the block of each page. Entries of pages without a token that is asked
+                for are not read.
+            cu_seqlens: (b + 1,) int32, rising: where the rows of each sequence begin, and where the last one's end.
+            seq_starts: (b,) int32: the first token of each sequence that is copied; 0 if None.
+            total_tokens: rows of the result, cu_seqlens[b] or more; needed if `out` is None.
+            out: (total_tokens, d_qk) of the cache's dtype to write to, the last dimension contiguous; made if None.
+
+        Returns:
+            out. Rows that no sequence has, those from cu_seqlens[b] on, are left as they are. A row whose token lies
+            beyond the table's width or in a block that the cache does not have is 0.
+
+        Raises:
+            ValueError: an argument does not fit; it says which, what it is and what it must be. Nothing was launched.
+            CudaError: the driver refused the launch.
+        """
+        arguments = (kv_cache, block_table, cu_seqlens, seq_starts)
+        if out is None:
+            if total_tokens is None:
+                raise ValueError("total_tokens is None; it must be the rows of the result where out is None, too")
+            made: torch.Tensor = torch.ops.mlaforge.gather(*arguments, total_tokens, self._memory.key)
+            return made
+        if total_tokens is not None and total_tokens != out.shape[0]:
+            raise ValueError(f"total_tokens is {total_tokens}, out has {out.shape[0]} rows; they must agree")
+        torch.ops.mlaforge.gather_out(*arguments, out, self._memory.key)
+        return out
+
+    def append(
+        self,
+        c_kv: torch.Tensor,
+        k_rope: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+        positions: torch.Tensor | None = None,
+        cos_sin_cache: torch.Tensor | None = None,
+        interleaved: bool | None = None,
+    ) -> None:
+        """Write new tokens into their slots of the paged cache: the latent, and behind it the rotary part.
+
+        On the way the latent is normalised if there is a `norm_weight`, and the rotary part rotated if there are
+        `positions`; in float32, rounded once. The table of angles is the one by which the server rotates its queries,
+        as FlashInfer's RoPE, SGLang and vLLM keep it, the scaling of the context already in it: were they worked out
+        here anew from frequencies, keys and queries of late positions would be turned by angles that differ.
+
+        Works on the current stream and never waits for it.
+
+        Args:
+            c_kv: (n, kv_lora_rank) of the cache's dtype, the last dimension contiguous, rows a multiple of 16 bytes
+                apart: it may be a part of a projection's output.
+            k_rope: (n, qk_rope_head_dim), the same; None for a model whose qk_rope_head_dim is 0.
+            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, 1, d_qk) to write to; the last dimension
+                contiguous, other strides multiples of 16 bytes.
+            slot_mapping: (n,) int32 or int64: block x page_size + place in the page, each slot once. A token whose slot
+                the cache does not have, such as -1, is left out.
+            norm_weight: (kv_lora_rank,) of the cache's dtype: c_kv becomes c_kv / sqrt(mean(c_kv^2) + eps) x weight.
+            eps: of the normalisation.
+            positions: (n,) int32 or int64: rows of cos_sin_cache. What a position that the table does not have would
+                turn becomes NaN.
+            cos_sin_cache: (max_position, qk_rope_head_dim) float32: cosines of a position, then as many sines.
+            interleaved: whether neighbours are a pair, x_2i and x_2i+1, as in DeepSeek's models, or x_i and x_i+half.
+                Each stays where it is. Needed with `positions`.
+
+        Raises:
+            ValueError: an argument does not fit; it says which, what it is and what it must be. Nothing was launched.
+            CudaError: the driver refused the launch.
+        """
+        if positions is not None and interleaved is None:
+            raise ValueError("interleaved is None; with positions it must say which elements are a pair")
+        torch.ops.mlaforge.append(
+            c_kv,
+            k_rope,
+            kv_cache,
+            slot_mapping,
+            norm_weight,
+            positions,
+            cos_sin_cache,
+            float(eps),
+            bool(interleaved),
+            self._memory.key,
+        )
+
+    def merge(
+        self,
+        out1: torch.Tensor,
+        lse1: torch.Tensor,
+        out2: torch.Tensor,
+        lse2: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge two partial results of the same queries over disjoint tokens to the result over all of them.
+
+        Works on the current stream and never waits for it.
+
+        Args:
+            out1: (tokens, heads, d) or (b, s, heads, d) of the cache's dtype, d a multiple of 8 up to 1,024; the last
+                dimension contiguous, other strides multiples of 16 bytes.
+            lse1: (heads, tokens) or (b, heads, s) float32 with any strides: natural logarithms of the sums of
+                exponentials. An infinite one, of either sign, says that there is nothing: that row of out1 counts for
+                nothing, whatever it holds.
+            out2: as out1.
+            lse2: as lse1.
+            out: of out1's shape and dtype to write to; made if None. May be out1 or out2.
+            lse: of lse1's shape and dtype to write to; made if None. May be lse1 or lse2.
+
+        Returns:
+            out and lse. Where neither side has anything, out is 0 and lse -inf.
+
+        Raises:
+            ValueError: an argument does not fit; it says which, what it is and what it must be. Nothing was launched.
+            CudaError: the driver refused the launch.
+        """
+        if out is None and lse is None:
+            made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mlaforge.merge(out1, lse1, out2, lse2, self._memory.key)
+            return made
+        if out is None:
+            out = out1.new_empty(out1.shape)
+        if lse is None:
+            lse = lse1.new_empty(lse1.shape)
+        torch.ops.mlaforge.merge_out(out1, lse1, out2, lse2, out, lse, self._memory.key)
         return out, lse
 
 

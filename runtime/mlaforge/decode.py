@@ -1,4 +1,4 @@
-"""The decode call: checks, workspace, the two launches, and the torch operators around them."""
+"""The decode call: checks, workspace, the launch, and the torch operators around them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from mlaforge.compiler import source_closure
-from mlaforge.launch import Cuda, LaunchTensor, TensorMapShape
+from mlaforge.launch import Cuda, DefinedTensor, LaunchTensor, TensorMapShape
 from mlaforge.manifest import Manifest
 from mlaforge.simulator import Simulator
 
@@ -94,7 +94,7 @@ class DecodeRunner:
             ToolchainError: the compiler or its headers are missing.
         """
         self.manifest = manifest
-        digest = hashlib.sha256()
+        digest = hashlib.sha256((manifest.folder / "manifest.json").read_bytes())
         for source in manifest.sources:
             for name, text in sorted(source_closure(source).items()):
                 digest.update(f"{name}\0{len(text)}\0".encode() + text)
@@ -104,11 +104,10 @@ class DecodeRunner:
             self.key += f":sim{next(_simulators)}"
         self._backend = backend
         self._calls: dict[tuple[object, ...], _Call] = {}
-        decode, combine = manifest.decode, manifest.combine
+        decode = manifest.decode
         self._decode = backend.kernel(
             decode.source, manifest.target, decode.entry, 2, decode.parameters, decode.smem_bytes
         )
-        self._combine = backend.kernel(combine.source, manifest.target, combine.entry, 0, combine.parameters, 0)
 
     def check(self, tensors: DecodeTensors) -> _Shape:
         """Check all but the addresses; ValueError names the tensor, what it is and what it must be."""
@@ -231,25 +230,31 @@ class DecodeRunner:
         if not one_stride:
             q_strides = (m.d_qk, rows * m.d_qk, shape.h_kv * rows * m.d_qk)
         head_stride = kv_cache.stride(2) if kv_cache.dim() == 4 else 0
+        # The parts wait for each other: no more blocks than run at the same time, one on a multiprocessor.
+        blocks = self._backend.sm_count(q.device) if shape.b else 1
         return _Call(
             shape=shape,
             row_tiles=row_tiles,
             tiles=tiles,
-            parts=max(self._backend.sm_count(q.device) // tiles, 1) if shape.b else 1,
+            parts=max(min(blocks // tiles, m.decode.max_parts), 1),
             copy_q=not one_stride,
             q_map=self._map_shape("q", (m.d_qk, rows, shape.h_kv, shape.b), q_strides),
             kv_map=self._map_shape(
                 "kv_cache",
                 (m.d_qk, m.cache.page_size, shape.h_kv, kv_cache.shape[0]),
                 (kv_cache.stride(1), head_stride, kv_cache.stride(0)),
+                # As kv_policy() in decode.cuh.
+                sector_bytes=256 if row_tiles > 1 else 128,
             ),
         )
 
-    def _map_shape(self, name: str, dims: tuple[int, ...], strides: tuple[int, ...]) -> TensorMapShape:
+    def _map_shape(
+        self, name: str, dims: tuple[int, ...], strides: tuple[int, ...], sector_bytes: int = 128
+    ) -> TensorMapShape:
         # TMA wants a multiple of 16 B even of a stride that is never walked.
         unwalked = dims[0] + -dims[0] % 8
         walked = tuple(stride if size > 1 else unwalked for size, stride in zip(dims[1:], strides, strict=True))
-        return TensorMapShape(self.manifest.cache.dtype, dims, walked, self.manifest.decode.boxes[name])
+        return TensorMapShape(self.manifest.cache.dtype, dims, walked, self.manifest.decode.boxes[name], sector_bytes)
 
     def _launch(self, call: _Call, tensors: DecodeTensors, causal: bool, softmax_scale: float) -> None:
         m = self.manifest
@@ -260,16 +265,11 @@ class DecodeRunner:
             q = q.reshape(heads).transpose(1, 2).contiguous()
         # Every part can leave behind two partial results: of a request begun before it, and of one that goes on.
         partial_rows = 2 * parts * tiles * m.decode.tile_rows if parts > 1 else 0
-        workspace = torch.empty(partial_rows * (m.d_v + 1) + 2 * parts, dtype=torch.float32, device=q.device)
+        workspace = torch.empty(partial_rows * (m.d_v + 1), dtype=torch.float32, device=q.device)
         partial_out = workspace.data_ptr()
         partial_lse = partial_out + 4 * partial_rows * m.d_v
-        split_info = partial_lse + 4 * partial_rows
+        arrivals = self._backend.counters(q.device, parts * tiles if parts > 1 else 0)
         out_strides = [2 * stride for stride in out.stride()[:3]]
-        results = (
-            LaunchTensor("out", out, True),
-            LaunchTensor("lse", lse, True),
-            LaunchTensor("workspace", workspace, True),
-        )
         encode = self._backend.encode_tensor_map
         self._decode.launch(
             q.device,
@@ -285,7 +285,7 @@ class DecodeRunner:
                 lse.data_ptr(),
                 partial_out,
                 partial_lse,
-                split_info,
+                arrivals.data_ptr(),
                 shape.b,
                 shape.s_q,
                 shape.heads_per_kv,
@@ -300,34 +300,13 @@ class DecodeRunner:
                 LaunchTensor("kv_cache", kv_cache, False),
                 LaunchTensor("block_table", block_table, False),
                 LaunchTensor("cache_seqlens", cache_seqlens, False),
-                *results,
+                LaunchTensor("out", out, True),
+                LaunchTensor("lse", lse, True),
+                LaunchTensor("workspace", workspace, True),
+                DefinedTensor("arrivals", arrivals, True),
             ),
+            cooperative=parts > 1,
         )
-        if parts > 1:
-            self._combine.launch(
-                q.device,
-                (
-                    m.decode.tile_rows // m.combine.rows_per_block,
-                    tiles,
-                    -(-(parts - 1) // m.combine.parts_per_block),
-                ),
-                m.combine.threads,
-                (),
-                (
-                    partial_out,
-                    partial_lse,
-                    split_info,
-                    out.data_ptr(),
-                    *out_strides,
-                    lse.data_ptr(),
-                    shape.s_q,
-                    shape.heads_per_kv,
-                    call.row_tiles,
-                    parts - 1,
-                ),
-                results,
-                overlap_previous=True,
-            )
 
 
 _runners: dict[str, DecodeRunner] = {}

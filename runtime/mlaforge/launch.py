@@ -43,12 +43,14 @@ class TensorMapShape:
     strides: tuple[int, ...]
     """Elements from one index to the next, of all dimensions but the innermost."""
     box: tuple[int, ...]
+    sector_bytes: int = 128
+    """What L2 fetches at once: 128, or 256 where a neighbour will want the other half."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _encode_tensor_map(shape: TensorMapShape, address: int) -> bytes:
     rank = len(shape.dims)
-    kinds = driver.CUtensorMapDataType
+    kinds, promotions = driver.CUtensorMapDataType, driver.CUtensorMapL2promotion
     tensor_map = _check(
         driver.cuTensorMapEncodeTiled(
             kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if shape.dtype == "bf16" else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -60,7 +62,9 @@ def _encode_tensor_map(shape: TensorMapShape, address: int) -> bytes:
             [driver.cuuint32_t(1)] * rank,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+            if shape.sector_bytes == 256
+            else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
         f"encoding {shape} at {address:#x}",
@@ -77,8 +81,21 @@ class LaunchTensor:
     writable: bool
 
 
+@dataclass(frozen=True)
+class DefinedTensor(LaunchTensor):
+    """A tensor that a kernel may read and write, such as a counter: the host gave it values.
+
+    Any other writable tensor is uninitialised until a kernel of the call has written to it.
+    """
+
+
 _TensorMapBytes = ctypes.c_ubyte * 128
-_CTYPES: dict[str, Any] = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
+_CTYPES: dict[str, Any] = {
+    "int": ctypes.c_int,
+    "unsigned": ctypes.c_uint,
+    "long long": ctypes.c_longlong,
+    "float": ctypes.c_float,
+}
 
 
 class ParameterBlock:
@@ -153,7 +170,8 @@ class CudaKernel:
         tensors: Sequence[LaunchTensor],
         *,
         overlap_previous: bool = False,
-        cluster: tuple[int, int, int] | None = None,
+        cluster: tuple[int, int, int] = (1, 1, 1),
+        cooperative: bool = False,
     ) -> None:
         """Enqueue the kernel on the current stream of the device, whose context is current.
 
@@ -165,7 +183,8 @@ class CudaKernel:
             values: the other parameters, in order; pointers as integers.
             tensors: what the pointers point into; the hardware does not ask.
             overlap_previous: start while the kernel before is finishing; the kernel itself waits for it.
-            cluster: blocks of a cluster, which divide those of the grid; none if None.
+            cluster: blocks of a cluster, which divide those of the grid.
+            cooperative: all blocks run at the same time, and may wait for each other; the driver refuses more than fit.
 
         Raises:
             CudaError: the driver refuses to load or to launch.
@@ -183,7 +202,12 @@ class CudaKernel:
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             attributes.append(attribute)
-        if cluster is not None:
+        if cooperative:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+            attributes.append(attribute)
+        if cluster != (1, 1, 1):
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             dimensions = attribute.value.clusterDim
@@ -217,9 +241,54 @@ class Cuda:
         """Multiprocessors of a device; ValueError if the kernels can't run on it."""
         return _sm_count(device.index)
 
+    def counters(self, device: torch.device, count: int) -> torch.Tensor:
+        """Give at least `count` words of zeros for a launch on the current stream, which leaves zeros behind."""
+        return _counters.take(device, count)
+
     def encode_tensor_map(self, shape: TensorMapShape, address: int) -> bytes:
         """Encode a tensor map with the 128-byte swizzle and zeros outside of the tensor: 128 bytes."""
         return _encode_tensor_map(shape, address)
+
+
+class _Counters:
+    """Words of zeros that a launch counts with and leaves at zero.
+
+    Each stream has a piece of its own, for its launches follow each other; each captured launch has one, too, for a
+    graph may be replayed on any stream.
+    """
+
+    _WORDS = 144
+    _PIECES = 2048
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[int, int], torch.Tensor] = {}
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._slabs: list[torch.Tensor] = []  # which graphs may use as long as the process lives
+
+    def take(self, device: torch.device, count: int) -> torch.Tensor:
+        capturing = torch.cuda.is_current_stream_capturing()
+        stream = (device.index, torch.cuda.current_stream(device).cuda_stream)
+        with self._lock:
+            if not capturing and stream in self._streams:
+                return self._streams[stream]
+            free = self._free.setdefault(device.index, [])
+            if count > self._WORDS or (capturing and not free):
+                # Within a capture nothing else can be had: the zeros are written at each replay.
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            if not free:
+                pieces = torch.zeros((self._PIECES, self._WORDS), dtype=torch.int32, device=device)
+                # Other streams will take pieces of it.
+                torch.cuda.current_stream(device).synchronize()
+                self._slabs.append(pieces)
+                free.extend(pieces)
+            piece = free.pop()
+            if not capturing:
+                self._streams[stream] = piece
+            return piece
+
+
+_counters = _Counters()
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 """The manifest format that this runtime reads."""
 
 
@@ -53,6 +53,8 @@ class DecodeKernel:
     tile_rows: int
     tile_tokens: int
     fixed_overhead_blocks: int
+    max_parts: int
+    """Parts that can share a request."""
     boxes: Mapping[str, tuple[int, ...]]
     """TMA box of each tensor, elements, innermost first."""
     regions: tuple[SmemRegion, ...]
@@ -65,32 +67,18 @@ class DecodeKernel:
 
 
 @dataclass(frozen=True)
-class CombineKernel:
-    """The combine kernel's launch facts."""
-
-    source: Path
-    entry: str
-    threads: int
-    rows_per_block: int
-    parts_per_block: int
-    parameters: tuple[Parameter, ...]
-
-
-@dataclass(frozen=True)
-class PrefillKernel:
-    """The prefill kernel's launch facts."""
+class Kernel:
+    """Any other kernel's launch facts."""
 
     source: Path
     entry: str
     threads: int
     smem_bytes: int
     """Dynamic shared memory of a block."""
-    d_qk: int
-    d_v: int
-    tile_q: int
-    tile_kv: int
     boxes: Mapping[str, tuple[int, ...]]
-    """TMA box of each tensor, elements, innermost first."""
+    """TMA box of each tensor map, in the order of the parameters that they lead; elements, innermost first."""
+    constants: Mapping[str, int]
+    """Numbers of the kernel's text that its launch needs."""
     parameters: tuple[Parameter, ...]
 
 
@@ -117,15 +105,19 @@ class Manifest:
     d_qk: int
     d_v: int
     decode: DecodeKernel
-    combine: CombineKernel
-    prefill: PrefillKernel | None
-    """None if there is none for the model's head dimensions."""
+    kernels: Mapping[str, Kernel]
+    """The other kernels, by what they do."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files to compile."""
-        kernels = (self.decode, self.combine, self.prefill)
-        return tuple(kernel.source for kernel in kernels if kernel is not None)
+        return (self.decode.source, *(kernel.source for kernel in self.kernels.values()))
+
+    @property
+    def dynamic_smem(self) -> Mapping[Path, int]:
+        """Dynamic shared memory of a block of each kernel, by its file."""
+        others = {kernel.source: kernel.smem_bytes for kernel in self.kernels.values()}
+        return {self.decode.source: self.decode.smem_bytes, **others}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -151,7 +143,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
-    decode, combine = data["decode"], data["combine"]
+    decode = data["decode"]
     return Manifest(
         folder=folder,
         name=str(data["name"]),
@@ -170,6 +162,7 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
             tile_rows=int(decode["tile_rows"]),
             tile_tokens=int(decode["tile_tokens"]),
             fixed_overhead_blocks=int(decode["fixed_overhead_blocks"]),
+            max_parts=int(decode["max_parts"]),
             boxes={name: tuple(map(int, box)) for name, box in decode["boxes"].items()},
             regions=tuple(
                 SmemRegion(str(item["name"]), int(item["offset"]), int(item["size"])) for item in decode["regions"]
@@ -178,30 +171,19 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
             roles=tuple(WarpRole(str(item["name"]), int(item["warps"])) for item in decode["roles"]),
             parameters=_parameters(decode["parameters"]),
         ),
-        combine=CombineKernel(
-            source=_source(folder, combine["file"]),
-            entry=str(combine["entry"]),
-            threads=int(combine["threads"]),
-            rows_per_block=int(combine["rows_per_block"]),
-            parts_per_block=int(combine["parts_per_block"]),
-            parameters=_parameters(combine["parameters"]),
-        ),
-        prefill=None if data["prefill"] is None else _prefill(folder, data["prefill"]),
+        kernels={str(name): _kernel(folder, item) for name, item in data["kernels"].items()},
     )
 
 
-def _prefill(folder: Path, data: Mapping[str, Any]) -> PrefillKernel:
-    return PrefillKernel(
-        source=_source(folder, data["file"]),
-        entry=str(data["entry"]),
-        threads=int(data["threads"]),
-        smem_bytes=int(data["smem_bytes"]),
-        d_qk=int(data["d_qk"]),
-        d_v=int(data["d_v"]),
-        tile_q=int(data["tile_q"]),
-        tile_kv=int(data["tile_kv"]),
-        boxes={name: tuple(map(int, box)) for name, box in data["boxes"].items()},
-        parameters=_parameters(data["parameters"]),
+def _kernel(folder: Path, item: Mapping[str, Any]) -> Kernel:
+    return Kernel(
+        source=_source(folder, item["file"]),
+        entry=str(item["entry"]),
+        threads=int(item["threads"]),
+        smem_bytes=int(item["smem_bytes"]),
+        boxes={str(name): tuple(map(int, box)) for name, box in item["boxes"].items()},
+        constants={str(name): int(value) for name, value in item["constants"].items()},
+        parameters=_parameters(item["parameters"]),
     )
 
 

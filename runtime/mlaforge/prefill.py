@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from mlaforge.compiler import source_closure
-from mlaforge.decode import DTYPES
-from mlaforge.launch import Cuda, LaunchTensor, TensorMapShape
-from mlaforge.manifest import Manifest, PrefillKernel
-from mlaforge.simulator import DefinedTensor, Simulator
+from mlaforge.arguments import (
+    DTYPES,
+    piece_strides,
+    require_aligned,
+    require_contiguous,
+    require_devices,
+    require_distinct_rows,
+    require_dtype,
+    require_positive,
+    require_shape,
+    shape_of,
+)
+from mlaforge.launch import Cuda, CudaKernel, DefinedTensor, LaunchTensor, TensorMapShape
+from mlaforge.manifest import Kernel, Manifest
+from mlaforge.simulator import SimulatedKernel, Simulator
 
-_simulators = itertools.count()
 _LOG2_E = math.log2(math.e)
 _MAX_CALLS = 512
 _ADDRESSED = ("q", "k", "v", "out")
@@ -56,82 +63,59 @@ class _Call:
     """By the name of the tensor, in the order of the parameters."""
 
 
-def _shape(tensor: torch.Tensor) -> str:
-    return "(" + ", ".join(map(str, tensor.shape)) + ")"
-
-
-def _check_layout(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what neither TMA nor 16-byte stores can address."""
-    if tensor.stride(-1) != 1:
-        raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
-    for dim in range(tensor.dim() - 1):
-        stride = tensor.stride(dim) * tensor.element_size()
-        if not (tensor.shape[dim] <= 1 or (stride % 16 == 0 and 0 <= stride < 1 << 40)):
-            raise ValueError(
-                f"{name} has a stride of {stride} B in dimension {dim}; TMA needs a multiple of 16 B below 2^40 B"
-            )
-
-
 class PrefillRunner:
     """The compiled prefill kernel of one manifest and the call that runs it."""
 
-    def __init__(self, manifest: Manifest, kernel: PrefillKernel, backend: Cuda | Simulator) -> None:
-        """Compile the kernel for a backend, or take it from the cache.
+    def __init__(self, manifest: Manifest, kernel: Kernel, backend: Cuda | Simulator, key: str) -> None:
+        """Compile the kernel for a backend, or take it from the cache; the operators know it by `key`.
 
         Raises:
             CompileError: the kernel does not compile.
             ToolchainError: the compiler or its headers are missing.
         """
+        self.manifest = manifest
         self.kernel = kernel
-        self.dtype = DTYPES[manifest.cache.dtype]
-        self._element = manifest.cache.dtype
-        digest = hashlib.sha256()
-        for name, text in sorted(source_closure(kernel.source).items()):
-            digest.update(f"{name}\0{len(text)}\0".encode() + text)
-        self.key = f"{manifest.name}:{digest.hexdigest()[:16]}"
-        if isinstance(backend, Simulator):
-            # Each has a seed of its own; kernels for a GPU are the same whoever loads them, also in another process.
-            self.key += f":sim{next(_simulators)}"
+        self.key = key
+        self.d_v = kernel.constants["d_v"]
+        self._d_qk = kernel.constants["d_qk"]
+        self._tile_q = kernel.constants["tile_q"]
+        self._dtype = DTYPES[manifest.cache.dtype]
         self._backend = backend
         self._calls: dict[tuple[object, ...], _Call] = {}
-        self._launcher = backend.kernel(
-            kernel.source, manifest.target, kernel.entry, 3, kernel.parameters, kernel.smem_bytes
-        )
+        self._made: CudaKernel | SimulatedKernel | None = None
+        if isinstance(backend, Cuda):
+            self._launcher()
+
+    def _launcher(self) -> CudaKernel | SimulatedKernel:
+        """Give the kernel. Under the simulator, whose compiler takes seconds, it is made at its first call."""
+        if self._made is None:
+            facts = self.kernel
+            self._made = self._backend.kernel(
+                facts.source, self.manifest.target, facts.entry, len(facts.boxes), facts.parameters, facts.smem_bytes
+            )
+        return self._made
 
     def check(self, tensors: PrefillTensors) -> _Shape:
         """Check all but the addresses; ValueError names the tensor, what it is and what it must be."""
         q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse = tensors
         shape = self.check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k)
-        for name, tensor in zip(tensors._fields, tensors, strict=True):
-            if tensor.device.type != self._backend.device_type:
-                raise ValueError(f"{name} is on {tensor.device}; these kernels run on {self._backend.device_type}")
-            if tensor.device != q.device:
-                raise ValueError(f"{name} is on {tensor.device}, q is on {q.device}; all must be on one device")
-        for name in ("cu_seqlens_q", "cu_seqlens_k"):
-            tensor = getattr(tensors, name)
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name} has stride {tensor.stride(0)}; it must be contiguous")
-        want_out = (shape.total_q, shape.heads, self.kernel.d_v)
-        if not (tuple(out.shape) == want_out and out.dtype == self.dtype):
-            raise ValueError(
-                f"out has shape {_shape(out)} and dtype {out.dtype}; it must be {want_out} and {self.dtype}"
-            )
-        want_lse = (shape.heads, shape.total_q)
-        if not (tuple(lse.shape) == want_lse and lse.dtype == torch.float32 and lse.is_contiguous()):
-            raise ValueError(
-                f"lse has shape {_shape(lse)}, dtype {lse.dtype} and strides {lse.stride()}; it must be {want_lse}, "
-                "torch.float32 and contiguous"
-            )
+        require_devices(zip(tensors._fields, tensors, strict=True), self._backend.device_type)
+        require_shape("out", out, (shape.total_q, shape.heads, self.d_v))
+        require_dtype("out", out, self._dtype)
+        require_shape("lse", lse, (shape.heads, shape.total_q))
+        require_dtype("lse", lse, torch.float32)
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "lse"):
+            require_contiguous(name, getattr(tensors, name))
         for name in _ADDRESSED:
-            if getattr(tensors, name).numel() > 0:
-                _check_layout(name, getattr(tensors, name))
+            piece_strides(name, getattr(tensors, name))
+        require_distinct_rows("out", out)
         for name, rows in (("q", shape.total_q), ("k", shape.total_k)):
             if not rows < 1 << 31:
                 raise ValueError(f"{name} has {rows:,} rows; there must be fewer than 2^31")
         if not self._most_tiles(shape) < 1 << 30:
             raise ValueError(
-                f"q has shape {_shape(q)} in {shape.batch:,} sequences: its {self._most_tiles(shape):,} tiles of "
-                f"{self.kernel.tile_q} rows pass 2^30; split the batch"
+                f"q has shape {shape_of(q)} in {shape.batch:,} sequences: its {self._most_tiles(shape):,} tiles of "
+                f"{self._tile_q} rows pass 2^30; split the batch"
             )
         return shape
 
@@ -144,23 +128,25 @@ class PrefillRunner:
         cu_seqlens_k: torch.Tensor,
     ) -> _Shape:
         """Check shapes and dtypes alone, which also holds for tensors without storage."""
-        d_qk, d_v = self.kernel.d_qk, self.kernel.d_v
-        for name, tensor, width in (("q", q, d_qk), ("k", k, d_qk), ("v", v, d_v)):
-            if not (tensor.dim() == 3 and tensor.shape[1] >= 1 and tensor.shape[2] == width):
-                total = "total_q" if name == "q" else "total_k"
-                raise ValueError(f"{name} has shape {_shape(tensor)}; it must be ({total}, heads, {width})")
-            if tensor.dtype != self.dtype:
-                raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {self.dtype}")
+        for name, tensor, total, width in (
+            ("q", q, "total_q", self._d_qk),
+            ("k", k, "total_k", self._d_qk),
+            ("v", v, "total_k", self.d_v),
+        ):
+            require_shape(name, tensor, (total, "heads", width))
+            require_dtype(name, tensor, self._dtype)
+        if q.shape[1] < 1:
+            raise ValueError(f"q has shape {shape_of(q)}; it must have a head or more")
         for name, tensor in (("k", k), ("v", v)):
             if tensor.shape[1] != q.shape[1]:
                 raise ValueError(f"{name} has {tensor.shape[1]} heads, q has {q.shape[1]}; they must agree")
         if v.shape[0] != k.shape[0]:
             raise ValueError(f"v has {v.shape[0]} rows, k has {k.shape[0]}; they must agree")
         for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            if not (tensor.dim() == 1 and tensor.shape[0] >= 1):
-                raise ValueError(f"{name} has shape {_shape(tensor)}; it must be (sequences + 1,)")
-            if tensor.dtype != torch.int32:
-                raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {torch.int32}")
+            require_shape(name, tensor, ("sequences + 1",))
+            require_dtype(name, tensor, torch.int32)
+        if cu_seqlens_q.shape[0] < 1:
+            raise ValueError("cu_seqlens_q has shape (0); it must have an entry more than there are sequences")
         if cu_seqlens_k.shape != cu_seqlens_q.shape:
             raise ValueError(
                 f"cu_seqlens_k has {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {cu_seqlens_q.shape[0]}; they "
@@ -170,17 +156,12 @@ class PrefillRunner:
 
     def run(self, tensors: PrefillTensors, causal: bool, softmax_scale: float) -> None:
         """Check everything, then launch on the current stream of q's device."""
-        if not (math.isfinite(softmax_scale) and softmax_scale > 0):
-            raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive and finite")
+        require_positive("softmax_scale", softmax_scale)
         call = self._prepared(tensors)
         if call.blocks == 0:
             return
         for name in _ADDRESSED:
-            address = getattr(tensors, name).data_ptr()
-            if address % 16:
-                raise ValueError(
-                    f"{name} begins at address {address:#x}, {address % 16} B behind a multiple of 16; move it"
-                )
+            require_aligned(name, getattr(tensors, name))
         device = tensors.q.device
         if device.type == "cpu" or torch.cuda.current_device() == device.index:
             self._launch(call, tensors, causal, softmax_scale)
@@ -190,7 +171,7 @@ class PrefillRunner:
 
     def _most_tiles(self, shape: _Shape) -> int:
         """How many tiles there can be, whatever the lengths: of each sequence one may be part full."""
-        return (shape.total_q // self.kernel.tile_q + min(shape.batch, shape.total_q)) * shape.heads
+        return (shape.total_q // self._tile_q + min(shape.batch, shape.total_q)) * shape.heads
 
     def _prepared(self, tensors: PrefillTensors) -> _Call:
         """Check the arguments and work out the launch, once for tensors of the same shapes, strides and devices."""
@@ -220,7 +201,7 @@ class PrefillRunner:
             stride if size > 1 else unwalked for size, stride in ((rows, tensor.stride(0)), (heads, tensor.stride(1)))
         )
         return TensorMapShape(
-            self._element, (width, max(rows, 1), heads, 1), (*strides, unwalked), self.kernel.boxes[name]
+            self.manifest.cache.dtype, (width, max(rows, 1), heads, 1), (*strides, unwalked), self.kernel.boxes[name]
         )
 
     def _launch(self, call: _Call, tensors: PrefillTensors, causal: bool, softmax_scale: float) -> None:
@@ -231,7 +212,7 @@ class PrefillRunner:
             self._backend.encode_tensor_map(map_shape, getattr(tensors, name).data_ptr() or q.data_ptr())
             for name, map_shape in call.maps
         )
-        self._launcher.launch(
+        self._launcher().launch(
             q.device,
             (call.blocks, 1, 1),
             self.kernel.threads,
@@ -298,7 +279,7 @@ def _empty_results(
     cu_seqlens_k: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = runner.check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    out = q.new_empty((shape.total_q, shape.heads, runner.kernel.d_v))
+    out = q.new_empty((shape.total_q, shape.heads, runner.d_v))
     return out, q.new_empty((shape.heads, shape.total_q), dtype=torch.float32)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from mlaforge.cache import Entry, KernelCache
 from mlaforge.compiler import source_closure
-from mlaforge.launch import LaunchTensor, ParameterBlock, TensorMapShape
+from mlaforge.launch import DefinedTensor, LaunchTensor, ParameterBlock, TensorMapShape
 from mlaforge.manifest import Parameter
 
 _HEADERS = Path(__file__).parent
@@ -61,6 +61,7 @@ class _Settings(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("mode", ctypes.c_int32),
         ("overlap", ctypes.c_int32),
+        ("cooperative", ctypes.c_int32),
         ("kernel", ctypes.c_int32),
         ("writers", ctypes.c_void_p),
         ("trace", ctypes.c_int32),
@@ -94,14 +95,6 @@ class _TensorMap(ctypes.Structure):
 
 # Where the machine keeps who wrote global memory: all kernels of the process, for one may read what another wrote.
 _writers = ctypes.c_void_p()
-
-
-@dataclass(frozen=True)
-class DefinedTensor(LaunchTensor):
-    """A tensor that a kernel may read and write, such as a counter: the host gave it values.
-
-    Any other writable tensor is uninitialised until a kernel of the call has written to it.
-    """
 
 
 def unowned_slots(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -202,6 +195,10 @@ class Simulator:
         """Multiprocessors of the machine."""
         return self.options.sms
 
+    def counters(self, device: torch.device, count: int) -> torch.Tensor:
+        """Give `count` words of zeros, to be left as such by the launch."""
+        return torch.zeros(count, dtype=torch.int32)
+
     def encode_tensor_map(self, shape: TensorMapShape, address: int) -> bytes:
         """Encode a tensor map by the rules of the real one.
 
@@ -255,7 +252,8 @@ class SimulatedKernel:
         tensors: Sequence[LaunchTensor],
         *,
         overlap_previous: bool = False,
-        cluster: tuple[int, int, int] | None = None,
+        cluster: tuple[int, int, int] = (1, 1, 1),
+        cooperative: bool = False,
     ) -> None:
         """Run the kernel to its end.
 
@@ -263,7 +261,6 @@ class SimulatedKernel:
             SimulationError: the machine found a fault.
             ValueError: the block to trace is not in the grid, or the grid is not made of whole clusters.
         """
-        cluster = cluster or (1, 1, 1)
         if any(blocks % size for blocks, size in zip(grid, cluster, strict=True)):
             raise ValueError(f"grid {grid} is not made of whole clusters {cluster}")
         options = self._simulator.options
@@ -276,6 +273,7 @@ class SimulatedKernel:
             seed=options.seed & (1 << 64) - 1,
             mode=MODES.index(options.mode),
             overlap=int(overlap_previous),
+            cooperative=int(cooperative),
             kernel=self._simulator.launches,
             writers=ctypes.addressof(_writers),
             trace=int(trace is not None),

@@ -21,6 +21,7 @@
 #include <initializer_list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
 #include <set>
 #include <source_location>
@@ -47,6 +48,7 @@ struct Settings {
   std::uint64_t seed;
   std::int32_t mode;      // when asynchronous operations land: 0 eager, 1 lazy, 2 random
   std::int32_t overlap;   // the kernel may start before the one before it is complete
+  std::int32_t cooperative;  // all blocks of the grid run together
   std::int32_t kernel;    // number of the launch, counted by the host
   void** writers;         // who wrote global memory: kept by the host from launch to launch
   std::int32_t trace;     // write the events of one block to `trace_file`
@@ -200,6 +202,7 @@ struct Fiber {
   int thread = 0;  // in the block
   View view;
   StoreQueue stores;
+  std::optional<View> initialised;  // what its fence of initialised mbarriers hands over by any arrival
   Released fenced;    // what its last fence hands over to its relaxed atomics
   Released gathered;  // what its relaxed atomics found, for the next fence to take over
   const void* polled = nullptr;  // the word that it reads again and again, what it finds there, and how often
@@ -288,10 +291,10 @@ struct Copy {
   Fiber* fiber;
 };
 
-// One block of the cluster that runs.
+// One of the blocks that run together.
 struct Block {
   Dim3 index{0, 0, 0};
-  int rank = 0;
+  int rank = 0;  // among them; those of a cluster lie behind each other
   std::vector<unsigned char> smem;
   std::vector<Shadow> shadow;        // of each word of it
   std::vector<std::uint8_t> marked;  // whether the word may hold marks
@@ -328,14 +331,15 @@ using TraceArguments = std::initializer_list<std::pair<const char*, std::int64_t
 
 class Machine {
  public:
-  // The blocks of a cluster run together, clusters one after another.
+  // The blocks of a cluster run together, clusters one after another; of a cooperative launch all run together.
   Machine(const Settings& settings, Dim3 grid, Dim3 cluster, int threads, std::uint32_t smem_bytes,
           std::vector<Region> regions)
       : settings_(settings),
         random_(settings.seed * 0x9e3779b97f4a7c15ull + static_cast<std::uint64_t>(settings.kernel)),
         grid_(grid),
         cluster_(cluster),
-        size_(static_cast<int>(cluster.x * cluster.y * cluster.z)),
+        cluster_size_(static_cast<int>(cluster.x * cluster.y * cluster.z)),
+        size_(settings.cooperative ? static_cast<int>(grid.x * grid.y * grid.z) : cluster_size_),
         threads_(threads),
         warps_((threads + kWarp - 1) / kWarp),
         actors_(size_ * (threads + warps_ + kMaxBarriers)),
@@ -353,17 +357,14 @@ class Machine {
   std::string run(const std::function<void()>& kernel) {
     kernel_ = &kernel;
     if (!settings_.overlap) writers_.clear();
-    const Dim3 clusters{grid_.x / cluster_.x, grid_.y / cluster_.y, grid_.z / cluster_.z};
-    std::vector<std::uint64_t> order(static_cast<std::size_t>(clusters.x) * clusters.y * clusters.z);
+    std::vector<std::uint64_t> order(static_cast<std::size_t>(grid_.x) * grid_.y * grid_.z / size_);
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
     std::shuffle(order.begin(), order.end(), random_);
     allocate_stacks();
     for (std::uint64_t linear : order) {
       if (!fault_.empty()) break;
       number_ = linear;
-      run_cluster({static_cast<unsigned>(linear % clusters.x) * cluster_.x,
-                   static_cast<unsigned>(linear / clusters.x % clusters.y) * cluster_.y,
-                   static_cast<unsigned>(linear / clusters.x / clusters.y) * cluster_.z});
+      run_blocks();
     }
     if (settings_.trace) write_trace();
     return fault_;
@@ -378,11 +379,12 @@ class Machine {
   Block& home() { return blocks_[current_->block]; }
   const Block& home() const { return blocks_[current_->block]; }
   Block& peer(int rank, const Where& where) {
-    if (rank < 0 || rank >= size_) fail(where, "rank %d in a cluster of %d blocks", rank, size_);
-    return blocks_[rank];
+    if (rank < 0 || rank >= cluster_size_) fail(where, "rank %d in a cluster of %d blocks", rank, cluster_size_);
+    return blocks_[current_->block - cluster_rank() + rank];
   }
+  int cluster_rank() const { return current_->block % cluster_size_; }
   Dim3 block() const { return home().index; }
-  int cluster_size() const { return size_; }
+  int cluster_size() const { return cluster_size_; }
   std::int32_t actor() const { return current_->block * threads_ + current_->thread; }
   // The threads of the running thread's warp.
   Fiber& lane_of_warp(int lane) { return *fibers_[current_->block * threads_ + warp() * kWarp + lane]; }
@@ -659,7 +661,7 @@ class Machine {
     self.polls = 0;
     block_until([word, value] { return *word != value; },
                 "a change of a word in global memory that holds " + std::to_string(value) +
-                    " (blocks outside of a cluster run one after another)",
+                    (settings_.cooperative ? "" : " (blocks outside of a cluster run one after another)"),
                 where);
   }
 
@@ -707,13 +709,18 @@ class Machine {
   }
 
   // The barrier of all threads of the cluster that have not exited, in two halves.
-  void arrive_cluster(const Where& where) {
+  void arrive_cluster(bool release, const Where& where) {
     if (current_->cluster_arrived) fail(where, "a second arrival at the cluster barrier, with no wait between");
-    if (cluster_barrier_.arrived++ == 0) cluster_barrier_.gathering = fresh_view();
-    cluster_barrier_.gathering.join_with(view());
+    NamedBarrier& bar = cluster_barrier(current_->block);
+    if (bar.arrived++ == 0) bar.gathering = fresh_view();
+    if (release) {
+      bar.gathering.join_with(view());
+    } else if (current_->initialised) {
+      bar.gathering.join_with(*current_->initialised);
+    }
     tick();
     current_->cluster_arrived = true;
-    current_->cluster_generation = cluster_barrier_.generation;
+    current_->cluster_generation = bar.generation;
     event("cluster arrive", where);
     settle_cluster();
     maybe_yield();
@@ -722,10 +729,11 @@ class Machine {
   void wait_cluster(const Where& where) {
     if (!current_->cluster_arrived) fail(where, "a wait at the cluster barrier without an arrival");
     event("cluster wait", where);
-    block_until([this, generation = current_->cluster_generation] { return cluster_barrier_.generation != generation; },
+    NamedBarrier& bar = cluster_barrier(current_->block);
+    block_until([&bar, generation = current_->cluster_generation] { return bar.generation != generation; },
                 "the other threads of the cluster", where);
     current_->cluster_arrived = false;
-    view().join_with(cluster_barrier_.released);
+    view().join_with(bar.released);
   }
 
   Mbarrier& mbarrier(std::uint32_t address, const Where& where) { return mbarrier(home(), address, where); }
@@ -759,6 +767,7 @@ class Machine {
     for (auto& [address, bar] : home().mbarriers) {
       if (bar.init.actor == actor()) bar.fenced = true;
     }
+    current_->initialised = view();
   }
 
   void arrive_mbarrier(std::uint32_t address, std::int64_t expect, const Where& where) {
@@ -1014,16 +1023,17 @@ class Machine {
     for (std::uint32_t line = offset / kTraceLine; line <= (offset + bytes - 1) / kTraceLine; ++line) into->lines.insert(line);
   }
 
-  void run_cluster(Dim3 first) {
+  // The blocks of the cluster `number_`, or all.
+  void run_blocks() {
     first_step_ = steps_;
     open_accesses_.clear();
     const float unwritten = as_float(kUnwritten);
     blocks_.assign(size_, Block{});
     for (int rank = 0; rank < size_; ++rank) {
       Block& block = blocks_[rank];
-      const auto r = static_cast<unsigned>(rank);
       block.rank = rank;
-      block.index = {first.x + r % cluster_.x, first.y + r / cluster_.x % cluster_.y, first.z + r / cluster_.x / cluster_.y};
+      block.index = block_index(settings_.cooperative ? rank / cluster_size_ : static_cast<unsigned>(number_),
+                                static_cast<unsigned>(rank % cluster_size_));
       block.smem.resize(smem_bytes_);
       for (std::uint32_t i = 0; i + 4 <= smem_bytes_; i += 4) std::memcpy(&block.smem[i], &unwritten, 4);
       block.shadow.assign(smem_bytes_ / 4 + 1, Shadow{});
@@ -1037,7 +1047,8 @@ class Machine {
     copies_.clear();
     stores_.clear();
     storers_.clear();
-    cluster_barrier_ = NamedBarrier{};
+    cluster_barriers_.assign(size_ / cluster_size_, NamedBarrier{});
+    alive_in_cluster_.assign(size_ / cluster_size_, cluster_size_ * threads_);
     fibers_.clear();
     for (int i = 0; i < size_ * threads_; ++i) {
       auto fiber = std::make_unique<Fiber>();
@@ -1072,6 +1083,12 @@ class Machine {
     current_ = nullptr;
   }
 
+  Dim3 block_index(unsigned cluster, unsigned rank) const {
+    const unsigned x = grid_.x / cluster_.x, y = grid_.y / cluster_.y;
+    return {cluster % x * cluster_.x + rank % cluster_.x, cluster / x % y * cluster_.y + rank / cluster_.x % cluster_.y,
+            cluster / x / y * cluster_.z + rank / cluster_.x / cluster_.y};
+  }
+
   // At the end of a thread.
   void finish() {
     Fiber& self = *current_;
@@ -1081,6 +1098,7 @@ class Machine {
     if (self.cluster_arrived) fail(Where::current(), "a thread ends between arrival and wait at the cluster barrier");
     self.finished = true;
     --alive_;
+    --alive_in_cluster_[self.block / cluster_size_];
     settle_cluster();
   }
 
@@ -1183,9 +1201,11 @@ class Machine {
     bar.completed.join_with(bar.gathering);
   }
 
+  NamedBarrier& cluster_barrier(int rank) { return cluster_barriers_[rank / cluster_size_]; }
+
   void settle_cluster() {
-    NamedBarrier& bar = cluster_barrier_;
-    if (bar.arrived == 0 || bar.arrived < alive_) return;
+    NamedBarrier& bar = cluster_barrier(current_->block);
+    if (bar.arrived == 0 || bar.arrived < alive_in_cluster_[current_->block / cluster_size_]) return;
     bar.arrived = 0;
     bar.released = bar.gathering;
     ++bar.generation;
@@ -1193,11 +1213,11 @@ class Machine {
 
   // Reaching for the shared memory of a block needs that block to be there.
   void require_alive(const Block& block, const Where& where) {
-    if (size_ == 1) return;
+    if (cluster_size_ == 1) return;
     for (int t = 0; t < threads_; ++t) {
       if (!fibers_[block.rank * threads_ + t]->finished) return;
     }
-    fail(where, "access to shared memory of the block of rank %d, which has exited", block.rank);
+    fail(where, "access to shared memory of the block%s, which has exited", of_block(block.rank).c_str());
   }
 
   // What the running thread hands over by a release.
@@ -1266,7 +1286,12 @@ class Machine {
     actor -= size_ * warps_;
     return "TMA on mbarrier " + std::to_string(actor % kMaxBarriers) + of_block(actor / kMaxBarriers);
   }
-  std::string of_block(int rank) const { return size_ == 1 ? "" : " of rank " + std::to_string(rank); }
+  std::string of_block(int rank) const {
+    if (size_ == 1) return "";
+    if (size_ == cluster_size_) return " of rank " + std::to_string(rank);
+    const Dim3& at = blocks_[rank].index;
+    return " of block (" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) + ")";
+  }
 
   void report(const Where& where, const char* text) {
     if (!fault_.empty()) return;
@@ -1305,8 +1330,10 @@ class Machine {
         }
       }
     }
-    if (cluster_barrier_.arrived) {
-      text += "\n  cluster barrier: " + std::to_string(cluster_barrier_.arrived) + " of " + std::to_string(alive_) + " threads";
+    for (std::size_t i = 0; i < cluster_barriers_.size(); ++i) {
+      if (!cluster_barriers_[i].arrived) continue;
+      text += "\n  cluster barrier: " + std::to_string(cluster_barriers_[i].arrived) + " of " +
+              std::to_string(alive_in_cluster_[i]) + " threads";
     }
     current_ = fibers_[first->block * threads_ + first->thread].get();
     report(first->waiting_at, text.c_str());
@@ -1437,7 +1464,8 @@ class Machine {
   std::mt19937_64 random_;
   Dim3 grid_;
   Dim3 cluster_;
-  int size_;  // blocks of a cluster
+  int cluster_size_;  // blocks of a cluster
+  int size_;          // blocks that run together
   int threads_;  // of a block, like the warps
   int warps_;
   int actors_;
@@ -1446,10 +1474,11 @@ class Machine {
   Writers& writers_;
   const std::function<void()>* kernel_ = nullptr;
 
-  std::uint64_t number_ = 0;  // of the cluster
+  std::uint64_t number_ = 0;  // of the cluster that runs; 0 if all do
   std::vector<Block> blocks_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
-  int alive_ = 0;
+  int alive_ = 0;  // threads
+  std::vector<int> alive_in_cluster_;
   unsigned char* stacks_ = nullptr;
   Fiber* current_ = nullptr;
   jmp_buf scheduler_;
@@ -1464,7 +1493,7 @@ class Machine {
   };
   std::vector<StoreInFlight> stores_;
   std::vector<Fiber*> storers_;
-  NamedBarrier cluster_barrier_;
+  std::vector<NamedBarrier> cluster_barriers_;
   std::unordered_map<std::uint64_t, Released> atomics_;
 
   std::deque<TraceEvent> trace_;  // whose elements stay where they are

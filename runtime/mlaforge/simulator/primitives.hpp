@@ -170,6 +170,26 @@ uint32_t pack2(float lo, float hi) {
   return sim::round_to(Element{}, lo) | static_cast<uint32_t>(sim::round_to(Element{}, hi)) << 16;
 }
 
+namespace sim {
+
+// An element in a register; a mark stays one.
+template <class Element>
+float unpack(std::uint16_t element) {
+  const Mark mark = machine->mark_of(element);
+  return mark == kNoMark ? widen(Element{}, element) : as_float(mark);
+}
+
+}  // namespace sim
+
+template <class Element>
+float unpack_low(uint32_t x) {
+  return sim::unpack<Element>(static_cast<std::uint16_t>(x));
+}
+template <class Element>
+float unpack_high(uint32_t x) {
+  return sim::unpack<Element>(static_cast<std::uint16_t>(x >> 16));
+}
+
 // ---- Math
 
 namespace sim {
@@ -181,6 +201,8 @@ inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std:
 
 inline float exp2_approx(float x) { return sim::flushed(std::exp2(sim::flushed(x))); }
 inline float log2_approx(float x) { return std::log2(sim::flushed(x)); }
+inline float rsqrt_approx(float x) { return 1.f / std::sqrt(sim::flushed(x)); }
+inline float reciprocal_approx(float x) { return sim::flushed(1.f / sim::flushed(x)); }
 constexpr float kLn2 = 0.693147180559945309f;
 inline float infinity() { return std::numeric_limits<float>::infinity(); }
 
@@ -265,13 +287,27 @@ inline float load_shared_f32(smem_t a, Where where = Where::current()) { return 
 inline void store_shared_f32(smem_t a, float v, Where where = Where::current()) { sim::store_shared(a, v, where); }
 inline int32_t load_shared_s32(smem_t a, Where where = Where::current()) { return sim::load_shared<int32_t>(a, where); }
 inline void store_shared_s32(smem_t a, int32_t v, Where where = Where::current()) { sim::store_shared(a, v, where); }
-inline void load_shared_v4(smem_t a, int32_t (&v)[4], Where where = Where::current()) {
-  if (a % 16 != 0) sim::machine->fail(where, "an access of 16 bytes off its border");
-  for (int i = 0; i < 4; ++i) v[i] = sim::load_shared<int32_t>(a + 4 * i, where);
+namespace sim {
+template <class T>
+void load_shared_v4(smem_t a, T (&v)[4], const Where& where) {
+  if (a % 16 != 0) machine->fail(where, "an access of 16 bytes off its border");
+  for (int i = 0; i < 4; ++i) v[i] = load_shared<T>(a + 4 * i, where);
 }
+template <class T>
+void store_shared_v4(smem_t a, const T (&v)[4], const Where& where) {
+  if (a % 16 != 0) machine->fail(where, "an access of 16 bytes off its border");
+  for (int i = 0; i < 4; ++i) store_shared(a + 4 * i, v[i], where);
+}
+}  // namespace sim
+inline void load_shared_v4(smem_t a, int32_t (&v)[4], Where where = Where::current()) {
+  sim::load_shared_v4(a, v, where);
+}
+inline void load_shared_v4(smem_t a, float (&v)[4], Where where = Where::current()) { sim::load_shared_v4(a, v, where); }
 inline void store_shared_v4(smem_t a, const int32_t (&v)[4], Where where = Where::current()) {
-  if (a % 16 != 0) sim::machine->fail(where, "an access of 16 bytes off its border");
-  for (int i = 0; i < 4; ++i) sim::store_shared(a + 4 * i, v[i], where);
+  sim::store_shared_v4(a, v, where);
+}
+inline void store_shared_v4(smem_t a, const float (&v)[4], Where where = Where::current()) {
+  sim::store_shared_v4(a, v, where);
 }
 inline void store_shared_zero16(smem_t a, Where where = Where::current()) {
   std::memset(sim::machine->plain(a, 16, true, where), 0, 16);
@@ -279,6 +315,11 @@ inline void store_shared_zero16(smem_t a, Where where = Where::current()) {
 inline int32_t load_global(const int32_t* p, Where where = Where::current()) {
   int32_t v;
   sim::load_global<int32_t, 1>(p, &v, where);
+  return v;
+}
+inline int64_t load_global(const int64_t* p, Where where = Where::current()) {
+  int64_t v;
+  sim::load_global<int64_t, 1>(p, &v, where);
   return v;
 }
 inline float load_global(const float* p, Where where = Where::current()) {
@@ -289,6 +330,9 @@ inline float load_global(const float* p, Where where = Where::current()) {
 inline void prefetch_global(const void*) {}
 inline void load_global_v4(const float* p, float (&v)[4], Where where = Where::current()) {
   sim::load_global<float, 4>(p, v, where);
+}
+inline void load_global_v4(const void* p, uint32_t (&v)[4], Where where = Where::current()) {
+  sim::load_global<uint32_t, 4>(static_cast<const uint32_t*>(p), v, where);
 }
 inline void store_global(int32_t* p, int32_t v, Where where = Where::current()) {
   sim::store_global<int32_t, 1>(p, &v, where);
@@ -616,9 +660,10 @@ void bulk_wait_read(Where where = Where::current()) {
 
 // ---- Clusters
 
-inline int cluster_rank() { return sim::machine->home().rank; }
+inline int cluster_rank() { return sim::machine->cluster_rank(); }
 inline int cluster_size() { return sim::machine->cluster_size(); }
-inline void cluster_arrive(Where where = Where::current()) { sim::machine->arrive_cluster(where); }
+inline void cluster_arrive(Where where = Where::current()) { sim::machine->arrive_cluster(true, where); }
+inline void cluster_arrive_relaxed(Where where = Where::current()) { sim::machine->arrive_cluster(false, where); }
 inline void cluster_wait(Where where = Where::current()) { sim::machine->wait_cluster(where); }
 inline void cluster_sync(Where where = Where::current()) {
   cluster_arrive(where);

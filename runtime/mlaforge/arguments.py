@@ -1,0 +1,112 @@
+"""Checks of a call's tensors before a launch: a ValueError names the tensor, what it is and what it must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Of an element, by cache.dtype."""
+PIECE = 16
+"""Bytes of the widest load: addresses and strides of elements are multiples of it."""
+
+
+def shape_of(tensor: torch.Tensor) -> str:
+    """Write a shape as in (2, 64, 576)."""
+    return "(" + ", ".join(map(str, tensor.shape)) + ")"
+
+
+def require_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
+    """Refuse another dtype than these."""
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
+
+
+def require_shape(name: str, tensor: torch.Tensor, want: Sequence[int | str]) -> None:
+    """Refuse another shape; a word in `want`, such as n, stands for any size."""
+    fits = tensor.dim() == len(want) and all(
+        isinstance(wanted, str) or size == wanted for size, wanted in zip(tensor.shape, want, strict=True)
+    )
+    if not fits:
+        expected = ", ".join(map(str, want)) + ("," if len(want) == 1 else "")
+        raise ValueError(f"{name} has shape {shape_of(tensor)}; it must be ({expected})")
+
+
+def require_count(name: str, tensor: torch.Tensor, other: str, count: int, more: int = 0) -> None:
+    """Refuse a vector that is not as long as another tensor, or `more` entries longer."""
+    if tensor.dim() != 1 or tensor.shape[0] != count + more:
+        behind = f" and {more} more" if more else ""
+        raise ValueError(
+            f"{name} has shape {shape_of(tensor)}, {other} has {count} rows; it must have an entry for each{behind}"
+        )
+
+
+def require_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what is not laid out element after element."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
+
+
+def require_devices(tensors: Iterable[tuple[str, torch.Tensor]], device_type: str) -> torch.device:
+    """Refuse tensors that are not all on one device of a type; give the device."""
+    (first, leader), *others = tensors
+    if leader.device.type != device_type:
+        raise ValueError(f"{first} is on {leader.device}; these kernels run on {device_type}")
+    for name, tensor in others:
+        if tensor.device != leader.device:
+            raise ValueError(f"{name} is on {tensor.device}, {first} is on {leader.device}; all must be on one device")
+    return leader.device
+
+
+def piece_strides(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    """Give the strides of all dimensions but the last in pieces of 16 bytes; 0 for dimensions of one index.
+
+    Refuses a last dimension that is not contiguous, and strides that are no multiples of 16 bytes or that pass 2^31
+    pieces.
+    """
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+    strides = []
+    for dim in range(tensor.dim() - 1):
+        stride = tensor.stride(dim) * tensor.element_size() if tensor.shape[dim] > 1 else 0
+        if stride % PIECE or not 0 <= stride < PIECE << 31:
+            raise ValueError(
+                f"{name} has a stride of {stride} B in dimension {dim}; it must be a multiple of {PIECE} B below 2^35 B"
+            )
+        strides.append(stride // PIECE)
+    return tuple(strides)
+
+
+def number_strides(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    """Give all strides in elements, 0 for dimensions of one index; refuses those that pass 2^31."""
+    strides = tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if not all(0 <= stride < 1 << 31 for stride in strides):
+        raise ValueError(f"{name} has strides {tensor.stride()}; they must be below 2^31")
+    return strides
+
+
+def require_distinct_rows(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a result some of whose rows share memory: they would be written at the same time."""
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    reach = 0
+    for stride, size in dims:
+        if stride <= reach:
+            raise ValueError(f"{name} has shape {shape_of(tensor)} and strides {tensor.stride()}: its rows overlap")
+        reach += stride * (size - 1)
+
+
+def require_aligned(name: str, tensor: torch.Tensor) -> None:
+    """Refuse an address that no 16-byte access can have."""
+    address = tensor.data_ptr()
+    if address % PIECE:
+        raise ValueError(
+            f"{name} begins at address {address:#x}, {address % PIECE} B behind a multiple of {PIECE}; move it"
+        )
+
+
+def require_positive(name: str, value: float) -> None:
+    """Refuse what is not a positive, finite number."""
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value}; it must be positive and finite")
