@@ -167,7 +167,7 @@ def test_help_documents_the_exit_codes() -> None:
     text = run("--help").stdout
     for code, words in enumerate(("well", "failed", "spec", "compile", "GPU")):
         assert re.search(rf"^\s*{code}  .*{words}", text, re.MULTILINE)
-    for command in ("plan", "generate", "compile", "verify", "make", "schema"):
+    for command in ("plan", "generate", "compile", "verify", "make", "tune", "schema"):
         assert run(command, "--help").exit_code == 0
     assert mlaforge.__version__ in run("--version").stdout
 

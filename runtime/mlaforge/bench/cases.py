@@ -164,3 +164,25 @@ class Stats:
 def geometric_mean(ratios: Sequence[float]) -> float | None:
     """Give the geometric mean, None of nothing."""
     return statistics.geometric_mean(ratios) if ratios else None
+
+
+LEAST_REPEATS = 5
+"""Timed calls that a median takes, whatever the budget."""
+
+
+def affordable_repeats(
+    wanted: int, seconds_left: float, cases_left: int, *, round_seconds: float, overhead: float, rest: float
+) -> int:
+    """Say how often the calls of a case may be timed so that a budget lasts for the cases behind it, too.
+
+    Args:
+        wanted: repeats without a budget, never exceeded.
+        seconds_left: of the budget, now.
+        cases_left: this one among them.
+        round_seconds: one round of all calls of the case.
+        overhead: seconds that a case takes before its calls are timed; this one has spent them.
+        rest: seconds of the case without work.
+    """
+    each = seconds_left / cases_left - overhead * (cases_left - 1) / cases_left
+    affordable = int((each - rest) / max(round_seconds, 1e-6))
+    return min(max(affordable, LEAST_REPEATS), wanted)

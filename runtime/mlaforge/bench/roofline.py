@@ -10,14 +10,10 @@ from typing import Any
 
 from mlaforge.bench.cases import Case
 from mlaforge.bench.session import OURS
+from mlaforge.bench.svg import colours, dot, frame
 
 _WIDTH, _HEIGHT = 960, 560
 _LEFT, _TOP, _RIGHT, _BOTTOM = 70, 56, 200, 50
-_COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
-_STYLE = (
-    "text{font-family:system-ui,sans-serif;font-size:11px;fill:#222}.title{font-size:14px;font-weight:bold}"
-    ".note{fill:#555}.tick{fill:#666}.roof{fill:none;stroke:#222;stroke-width:1.5}.grid{stroke:#e3e7ec}"
-)
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ def to_svg(result: Mapping[str, Any], mode: str = "burst") -> str | None:
     if not points:
         return None
     kernels = list(dict.fromkeys(point.kernel for point in points))
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(kernels)}
+    hues = dict(zip(kernels, colours(len(kernels)), strict=True))
     bandwidth, product = _ceilings(result)
     intensities = [point.intensity for point in points]
     rates = [point.rate for point in points]
@@ -72,21 +68,21 @@ def to_svg(result: Mapping[str, Any], mode: str = "burst") -> str | None:
     y = _Axis.around(rates, _HEIGHT - _BOTTOM, _TOP)
     name, gpu = result["spec"]["name"], result["machine"].get("gpu", "")
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}">',
-        f"<style>{_STYLE}</style>",
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="22" class="title">{escape(f"{name}: decode, {mode}, {gpu}".rstrip(", "))}</text>',
-        f'<text x="{_LEFT}" y="40" class="note">useful FLOP per byte of cache, q and out; TFLOP/s; each point a shape'
-        "</text>",
+        *frame(
+            _WIDTH,
+            _HEIGHT,
+            _LEFT,
+            f"{name}: decode, {mode}, {gpu}".rstrip(", "),
+            "useful FLOP per byte of cache, q and out; TFLOP/s; each point a shape",
+        ),
         *_grid(x, y),
     ]
     if bandwidth and product:
         parts += _roof(x, y, bandwidth, product)
-    parts += [_dot(x.at(p.intensity), y.at(p.rate), colours[p.kernel], p.kernel == OURS, p.title) for p in points]
+    parts += [dot(x.at(p.intensity), y.at(p.rate), hues[p.kernel], p.kernel == OURS, p.title) for p in points]
     for i, kernel in enumerate(kernels):
         top = _TOP + 10 + 18 * i
-        parts.append(_dot(_WIDTH - _RIGHT + 20, top, colours[kernel], kernel == OURS, kernel))
+        parts.append(dot(_WIDTH - _RIGHT + 20, top, hues[kernel], kernel == OURS, kernel))
         parts.append(f'<text x="{_WIDTH - _RIGHT + 32}" y="{top + 4}">{escape(kernel)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -135,11 +131,3 @@ def _grid(x: _Axis, y: _Axis) -> Iterator[str]:
     yield f'<text x="{(x.begin + x.end) / 2:.1f}" y="{y.begin + 36:.1f}" text-anchor="middle">FLOP per byte</text>'
     middle = f"{(y.begin + y.end) / 2:.1f}"
     yield f'<text x="18" y="{middle}" transform="rotate(-90 18 {middle})">TFLOP/s</text>'
-
-
-def _dot(x: float, y: float, colour: str, filled: bool, title: str) -> str:
-    fill = colour if filled else "none"
-    return (
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{5 if filled else 4}" fill="{fill}" stroke="{colour}" '
-        f'stroke-width="1.4"><title>{escape(title)}</title></circle>'
-    )

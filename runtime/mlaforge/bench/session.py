@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import torch
 
 from mlaforge import __version__
-from mlaforge.bench.cases import Case, Stats, Suite, geometric_mean
+from mlaforge.bench.cases import Case, Stats, Suite, affordable_repeats, geometric_mean
+from mlaforge.bench.inputs import Cached, make_cache, make_problem, our_call
 from mlaforge.bench.machine import GEMM_FLOPS, EnergyTable, Machine, energy_json, measure_energy
-from mlaforge.bench.peers import PEERS, Peer, PeerError, Prepared, Problem, Run, one_line
+from mlaforge.bench.peers import PEERS, Peer, PeerError, Problem, Run, one_line
 from mlaforge.bench.power import Meter, Sustained, sustain
 from mlaforge.bench.timing import Device, Launch, Timed, sleep
-from mlaforge.decode import DTYPES
 from mlaforge.reference import cosine_difference
 from mlaforge.verify import Decoder
 
@@ -33,7 +33,6 @@ OURS = "mlaforge"
 COSINE_TOLERANCE = 1e-4
 """Two bf16 kernels differ by about 1e-6; a wrong page or a wrong scale gives more than 1e-2."""
 
-_LEAST_REPEATS = 5
 _LEAST_SECONDS = 0.7
 _BIG_STREAM = 4 << 30
 
@@ -161,13 +160,13 @@ class Session:
                     self._report(f"no ceilings: {one_line(error)}")
         for suite in self.options.suites:
             for shape, cases in groupby(suite.cases, key=lambda case: (case.b, case.s_k)):
-                tensors = self._cache(*shape)
+                cached = make_cache(self.mla.manifest, self.device.device, *shape, self.options.seed)
                 for case in cases:
                     self._advance(f"{suite.name}: {case}")
                     with self._fatal(f"{suite.name}, {case}"):
-                        self._case(suite, case, tensors)
+                        self._case(suite, case, cached)
                     self._keep()
-                del tensors
+                del cached
                 self.device.clear()
         if self.options.energy and self.machine is not None and self.meter is not None:
             self._advance("energy")
@@ -244,59 +243,15 @@ class Session:
 
     # ---- Cases -------------------------------------------------------------------------------------------------------
 
-    def _cache(self, b: int, s_k: int) -> _Cache:
-        """Make a cache larger than L2, and tables of random pages of it."""
-        manifest, device = self.mla.manifest, self.device.device
-        page, width = manifest.cache.page_size, manifest.d_qk
-        columns = -(-s_k // page)
-        least = _CACHE_BYTES if device.type == "cuda" else 0
-        pages = max(b * columns, -(-least // (2 * page * width)))
-        torch.manual_seed(self.options.seed)
-        dtype = DTYPES[manifest.cache.dtype]
-        cache = torch.empty(pages, page, width, dtype=dtype, device=device)
-        # In pieces: of a large cache random numbers of its own size beside it would be a waste.
-        for first in range(0, pages, 1 << 13):
-            cache[first : first + (1 << 13)].normal_().div_(10)
-        table = torch.randperm(pages, device=device)[: b * columns].to(torch.int32).view(b, columns).contiguous()
-        return _Cache(cache, table, torch.full((b,), s_k, dtype=torch.int32, device=device))
-
-    def _problem(self, case: Case, tensors: _Cache) -> Problem:
-        manifest = self.mla.manifest
-        shape = (case.b, case.s_q, case.h, manifest.d_qk)
-        torch.manual_seed(self.options.seed + 1)
-        q = torch.randn(shape, device=self.device.device).div_(10).to(tensors.cache.dtype)
-        scale = manifest.softmax_scale
-        return Problem(case, q, tensors.cache, tensors.table, tensors.lengths, scale, manifest.d_v)
-
-    def _ours(self, problem: Problem) -> Prepared:
-        case = problem.case
-        out = problem.q.new_empty((case.b, case.s_q, case.h, problem.d_v))
-        lse = problem.q.new_empty((case.b, case.h, case.s_q), dtype=torch.float32)
-
-        def call() -> torch.Tensor:
-            made, _ = self.mla.decode(
-                problem.q,
-                problem.kv_cache,
-                problem.block_table,
-                problem.cache_seqlens,
-                causal=case.causal,
-                out=out,
-                lse=lse,
-            )
-            return made
-
-        return Prepared(call, call, "none")
-
-    def _case(self, suite: Suite, case: Case, tensors: _Cache) -> None:
+    def _case(self, suite: Suite, case: Case, cached: Cached) -> None:
         begun = time.perf_counter()
-        problem = self._problem(case, tensors)
+        problem = make_problem(self.mla.manifest, case, cached, self.options.seed)
         entry: dict[str, Any] = {"suite": suite.name, **dataclasses.asdict(case), "kernels": {}}
         kernels: dict[str, Any] = entry["kernels"]
         ready: dict[str, Timed] = {}
         anew: dict[str, Timed] = {}
-        prepared = self._ours(problem)
         try:
-            ready[OURS] = anew[OURS] = self.device.prepare(prepared.ready)
+            ready[OURS] = anew[OURS] = self.device.prepare(our_call(self.mla, problem).run)
             want = self.device.result(ready[OURS]).clone()
         except Exception as error:
             raise BenchError(f"our own call: {one_line(error)}") from error
@@ -395,10 +350,14 @@ class Session:
         budget = self.options.budget
         if budget is None:
             return self.options.repeats
-        cases = self._cases_left()
-        each = (budget - (time.perf_counter() - self._start)) / cases - overhead * (cases - 1) / cases
-        affordable = int((each - 2 * self.options.rest) / max(round_seconds, 1e-6))
-        repeats = min(max(affordable, _LEAST_REPEATS), self.options.repeats)
+        repeats = affordable_repeats(
+            self.options.repeats,
+            budget - (time.perf_counter() - self._start),
+            self._cases_left(),
+            round_seconds=round_seconds,
+            overhead=overhead,
+            rest=2 * self.options.rest,
+        )
         if repeats < self.options.repeats:
             self._report(f"  {repeats} instead of {self.options.repeats} repeats, to keep the budget")
         return repeats
@@ -456,17 +415,6 @@ class Session:
             made["of_read_stream"] = kernels[OURS]["GBps"] / stream
             made["of_gemm"] = kernels[OURS]["TFLOPs"] / ceilings["gemm"]["TFLOPs"]
         return made
-
-
-# More than twice the L2 of any GPU that the kernels run on.
-_CACHE_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class _Cache:
-    cache: torch.Tensor
-    table: torch.Tensor
-    lengths: torch.Tensor
 
 
 class _Fatal:

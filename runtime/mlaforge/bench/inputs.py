@@ -1,0 +1,84 @@
+"""The tensors of a measured call, and our own call on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mlaforge.bench.cases import Case
+from mlaforge.bench.peers import Problem, Run
+from mlaforge.decode import DTYPES
+from mlaforge.manifest import Manifest
+from mlaforge.verify import Decoder
+
+# More than twice the L2 of any GPU that the kernels run on.
+_CACHE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A paged cache and what says where the requests lie in it."""
+
+    cache: torch.Tensor
+    """(pages, page_size, d_qk), normal / 10."""
+    table: torch.Tensor
+    """(b, pages of a request) int32: random pages, each used once."""
+    lengths: torch.Tensor
+    """(b,) int32, all equal."""
+
+
+def make_cache(manifest: Manifest, device: torch.device, b: int, s_k: int, seed: int) -> Cached:
+    """Make a cache of `b` requests of `s_k` tokens; on a GPU it is larger than L2, whatever they need."""
+    page, width = manifest.cache.page_size, manifest.d_qk
+    columns = -(-s_k // page)
+    least = _CACHE_BYTES if device.type == "cuda" else 0
+    pages = max(b * columns, -(-least // (2 * page * width)))
+    torch.manual_seed(seed)
+    dtype = DTYPES[manifest.cache.dtype]
+    cache = torch.empty(pages, page, width, dtype=dtype, device=device)
+    # In pieces: of a large cache random numbers of its own size beside it would be a waste.
+    for first in range(0, pages, 1 << 13):
+        cache[first : first + (1 << 13)].normal_().div_(10)
+    table = torch.randperm(pages, device=device)[: b * columns].to(torch.int32).view(b, columns).contiguous()
+    return Cached(cache, table, torch.full((b,), s_k, dtype=torch.int32, device=device))
+
+
+def make_problem(manifest: Manifest, case: Case, cached: Cached, seed: int) -> Problem:
+    """Draw the queries of a case, normal / 10, beside a cache of its shape."""
+    shape = (case.b, case.s_q, case.h, manifest.d_qk)
+    torch.manual_seed(seed + 1)
+    q = torch.randn(shape, device=cached.cache.device).div_(10).to(cached.cache.dtype)
+    return Problem(case, q, cached.cache, cached.table, cached.lengths, manifest.softmax_scale, manifest.d_v)
+
+
+@dataclass(frozen=True)
+class OurCall:
+    """A call of our kernels with results of its own."""
+
+    run: Run
+    out: torch.Tensor
+    """(b, s_q, h, d_v), what `run` gives."""
+    lse: torch.Tensor
+    """(b, h, s_q) float32."""
+
+
+def our_call(mla: Decoder, problem: Problem) -> OurCall:
+    """Prepare a call; the results are allocated here, once."""
+    case = problem.case
+    out = problem.q.new_empty((case.b, case.s_q, case.h, problem.d_v))
+    lse = problem.q.new_empty((case.b, case.h, case.s_q), dtype=torch.float32)
+
+    def run() -> torch.Tensor:
+        made, _ = mla.decode(
+            problem.q,
+            problem.kv_cache,
+            problem.block_table,
+            problem.cache_seqlens,
+            causal=case.causal,
+            out=out,
+            lse=lse,
+        )
+        return made
+
+    return OurCall(run, out, lse)
