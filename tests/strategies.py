@@ -106,6 +106,9 @@ INTEGERS = [
     "kernels.decode.tile_rows",
     "kernels.decode.tile_tokens",
     "kernels.decode.stages",
+    "kernels.prefill.tile_q",
+    "kernels.prefill.tile_kv",
+    "kernels.prefill.stages",
 ]
 NO_INTEGERS: list[Any] = [True, False, 1.0, 1.5, 64.0, "1", "64", "no", [], {}, [64], {"a": 64}]
 _WORDS = ["name", "cache.dtype", "target", "kernels.decode.schedule"]
@@ -117,8 +120,11 @@ _NOT_OFFERED: dict[str, list[Any]] = {
     "kernels.decode.tile_rows": [63, 128, "plain"],
     "kernels.decode.tile_tokens": [32, 128, "auto"],
     "kernels.decode.stages": [0, 9, "all"],
+    "kernels.prefill.tile_q": [64, 129, "all"],
+    "kernels.prefill.tile_kv": [48, 112, "all"],
+    "kernels.prefill.stages": [0, 9, "all"],
 }
-_MAPPINGS = ["model", "cache", "kernels", "kernels.decode"]
+_MAPPINGS = ["model", "cache", "kernels", "kernels.decode", "kernels.prefill"]
 
 _Tree = dict[str, Any]
 _Mutation = Callable[[st.DrawFn, _Tree], str]
@@ -146,7 +152,7 @@ def _drop_required(draw: st.DrawFn, tree: _Tree) -> str:
 
 def _unknown_field(draw: st.DrawFn, tree: _Tree) -> str:
     parent = draw(st.sampled_from(["", *(f"{name}." for name in _MAPPINGS)]))
-    name = draw(st.sampled_from(["prefill", "dispatch", "head_dim", "on", "zz"]))
+    name = draw(st.sampled_from(["gather", "dispatch", "head_dim", "on", "zz"]))
     return _put(tree, parent + name, draw(st.sampled_from([1, "auto", None])))
 
 

@@ -20,6 +20,7 @@ from mlaforge import toolchain
 from mlaforge.manifest import read_manifest
 from mlaforge_generator import cli
 from mlaforge_generator.plan import make_plan
+from mlaforge_generator.prefill_plan import PrefillPlan
 from mlaforge_generator.resources import find_spec, spec_dir
 from mlaforge_generator.schema import schema_text
 from mlaforge_generator.spec import load_spec
@@ -74,6 +75,10 @@ def test_plan_prints_every_number(name: str) -> None:
         assert barrier.constant in result.stdout
     for choice in plan.choices:
         assert choice.field in result.stdout and choice.why in result.stdout
+    prefill = plan.kernels[-1]
+    assert isinstance(prefill, PrefillPlan)
+    for region in prefill.smem.regions:
+        assert re.search(rf"^\s*{region.offset:,}\s+{region.size:,}\s+{region.name}\s", result.stdout, re.MULTILINE)
     for words in (
         "in the bytes of P",
         "Tensor maps",
@@ -284,14 +289,16 @@ def test_compile_reports(cache: Path, tmp_path: Path) -> None:
         *(("deepseek_v3", file) for file in files),
         *(("minicpm3", file) for file in files),
     ]
-    assert reports[0]["dynamic_smem"] == plan.decode.smem.total
+    sizes = [plan.decode.smem.total, *(kernel.smem_bytes for kernel in plan.kernels)]
+    assert [report["dynamic_smem"] for report in reports[: len(files)]] == sizes
     for report in reports:
         (kernel,) = report["kernels"]
         assert kernel["spill_stores"] == kernel["spill_loads"] == kernel["stack_frame"] == 0
         assert not kernel["serialized"] and 0 < kernel["registers"] <= 255
         assert report["dynamic_smem"] + kernel["static_smem"] <= report["smem_limit"]
         assert {"nvrtc", "key", "cache"} <= set(report["seconds"])
-        assert kernel["sass"].get("HGMMA", 0) > 0 and kernel["sass"].get("UTMALDG", 0) > 0
+        multiplies = report["file"] in ("decode.cu", "prefill.cu")
+        assert (kernel["sass"].get("HGMMA", 0) > 0) == (kernel["sass"].get("UTMALDG", 0) > 0) == multiplies
     warm = json.loads(run("compile", "deepseek_v3", "--json").stdout)
     assert all(report["cache_hit"] for report in warm)
     assert [report["key"] for report in warm] == [report["key"] for report in reports[: len(files)]]
@@ -430,12 +437,31 @@ def test_make_without_a_gpu(no_gpu: None, tmp_path: Path) -> None:
     assert (tmp_path / "deepseek_v3" / "manifest.json").is_file()
     assert "mla_decode" in result.stdout and "absorption: " in result.stdout
     assert "no CUDA GPU found: the kernels were compiled for it" in result.stdout
-    assert result.stdout.splitlines()[-1] == "all 3 problems accepted"
+    assert "all 3 problems accepted" in result.stdout
+    assert result.stdout.splitlines()[-1] == "prefill: all 3 problems accepted"
 
 
 def test_verify_under_the_simulator() -> None:
     result = run("verify", "minicpm3", "--device", "sim", "--mode", "lazy", "--problem", "lengths=70 h_q=16")
     assert result.exit_code == 0 and "all 1 problems accepted" in result.stdout
+
+
+def test_a_prefill_problem_begins_with_the_name(on_cpu: Decoders) -> None:
+    for words in (("--problem", "prefill q=3 k=4"), ("--kernel", "prefill")):
+        result = run("verify", "minicpm3", "--device", "cpu", *words)
+        assert result.exit_code == 2 and "minicpm3: there is no prefill kernel" in result.stderr
+    result = run("verify", "minicpm3", "--problem", "prefill q=3 k=4,5")
+    assert result.exit_code == 2 and "as many lengths" in result.stderr
+    result = run("trace", "minicpm3", "--problem", "prefill q=3 k=4")
+    assert result.exit_code == 2 and "prefill" in result.stderr
+
+
+def test_verify_of_prefill_under_the_simulator() -> None:
+    result = run("verify", "minicpm3", "--device", "sim", "--kernel", "prefill", "--examples", "3", "-v")
+    assert result.exit_code == 0 and result.stdout.splitlines()[-1] == "prefill: all 3 problems accepted"
+    assert all(line.startswith("prefill q=") for line in lines_of(result)) and len(lines_of(result)) == 3
+    again = run("verify", "minicpm3", "--device", "sim", "--problem", lines_of(result)[0])
+    assert again.exit_code == 0 and again.stdout.splitlines()[-1] == "prefill: all 1 problems accepted"
 
 
 def test_failure_under_the_simulator_replays_with_its_schedule(

@@ -28,9 +28,9 @@ from mlaforge.memory_verify import (
     is_memory_problem,
     parse_problem,
     random_problems,
-    shrink,
     verify_problems,
 )
+from mlaforge.verify import shrink
 from mlaforge_generator import cli
 from test_verify import one_thread as one_thread
 

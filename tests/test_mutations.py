@@ -89,7 +89,7 @@ MUTATIONS = (
     Mutation("no barrier behind the schedule", "tile.hidden(kRows - 1));\n  }\n  __syncthreads();\n", "tile.hidden(kRows - 1));\n  }\n", f"{RACE}|{UNINITIALISED}"),
     # Phases and waits
     Mutation("the tile loader waits for the wrong phase", "mbarrier_wait(empty(base, ring.stage()), ring.phase() ^ 1)", "mbarrier_wait(empty(base, ring.stage()), ring.phase())", DEADLOCK),
-    Mutation("a ring forgets to flip its phase", "at + 1 < 2 * count ? at + 1 : 0", "at + 1 < count ? at + 1 : 0", "", file="decode.cuh"),
+    Mutation("a ring forgets to flip its phase", "at + 1 < 2 * count ? at + 1 : 0", "at + 1 < count ? at + 1 : 0", "", file="ring.cuh"),
     Mutation("a stage is refilled one step early", "      mbarrier_wait(empty(base, ring.stage()), ring.phase() ^ 1);\n", "", RACE),
     Mutation("the columns behind V are replaced while they are in use", "      mbarrier_wait(rope_empty(base, ring.stage()), ring.phase() ^ 1);\n", "", ""),
     Mutation("those of Q are replaced while they are in use", "    mbarrier_wait(q_rope_empty(base, 0), query.phase() ^ 1);\n", "", RACE),

@@ -77,7 +77,7 @@ class Machine:
         scalars: Sequence[int] = (),
         threads: int,
         blocks: int = 1,
-        cluster: int | None = None,
+        cluster: int = 1,
         smem: int = 0,
         overlap_previous: bool = False,
     ) -> list[torch.Tensor]:
@@ -112,7 +112,7 @@ class Machine:
             [*(tensor.data_ptr() for tensor in tensors), *scalars],
             touched,
             overlap_previous=overlap_previous,
-            cluster=None if cluster is None else (cluster, 1, 1),
+            cluster=(cluster, 1, 1),
         )
         return [*(view for each, view in zip(maps, views, strict=True) if each.stored), *into]
 
@@ -459,7 +459,7 @@ def test_atomics(machine: Machine, acq_rel: bool) -> None:
     run_atomics(machine, acq_rel)
 
 
-def run_handover(machine: Machine, cluster: int | None = 4) -> None:
+def run_handover(machine: Machine, cluster: int = 4) -> None:
     blocks = 4
     flags, values = machine.run(
         "handover.cu",
@@ -732,7 +732,7 @@ def run_wgmma_ss_k(
 @pytest.mark.parametrize("offset", [0, 1024, 140 * 1024])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize("n", (*WIDTHS, 80))
 def test_wgmma_ss_k(machine: Machine, n: int, dtype: str, accumulate: bool, offset: int) -> None:
     run_wgmma_ss_k(machine, n, dtype, accumulate, offset)
 
@@ -965,7 +965,7 @@ FAULTS = (
     Fault(
         "a wait for a block that runs later",
         "handover.cu",
-        lambda machine: run_handover(machine, cluster=None),
+        lambda machine: run_handover(machine, cluster=1),
         "",
         "",
         "deadlock.*a change of a word in global memory that holds 0",

@@ -19,6 +19,7 @@ from mlaforge_generator import render as render_module
 from mlaforge_generator.kernel_plan import KernelPlan
 from mlaforge_generator.kernels import PLANNERS
 from mlaforge_generator.plan import DecodePlan, Plan, make_plan
+from mlaforge_generator.prefill_plan import PrefillPlan
 from mlaforge_generator.render import render
 from mlaforge_generator.resources import find_spec, spec_dir, template_dir
 from mlaforge_generator.spec import Spec, load_spec
@@ -53,6 +54,13 @@ def check_text(plan: Plan, files: dict[str, str]) -> None:
     assert int(found["kStages"]) == decode.tile.stages and int(found["kPageSize"]) == decode.page_size
     assert all(int(found[region.constant]) == region.offset for region in decode.smem.regions)
     assert all(int(found[barrier.constant]) == barrier.id for barrier in decode.named_barriers)
+    assert {name for name in files if name.endswith(".cu")} == {"decode.cu", *(kernel.file for kernel in plan.kernels)}
+    for kernel in plan.kernels:
+        if isinstance(kernel, PrefillPlan):
+            found = constants(files[kernel.file])
+            assert int(found["kHeadDimQK"]) == kernel.d_qk and int(found["kRows"]) == kernel.tile.rows
+            assert int(found["kStages"]) == kernel.tile.stages and int(found["kQueries"]) == kernel.tile.queries
+            assert all(int(found[region.constant]) == region.offset for region in kernel.smem.regions)
 
 
 @given(specs())
@@ -103,14 +111,14 @@ def plain_plan() -> Plan:
     [
         lambda: [plan_of("deepseek_v3").decode, plan_of("mistral_small_4").decode],
         lambda: [plain_plan().decode],
-        *(lambda i=i: [plan_of().kernels[i]] for i in range(len(PLANNERS))),
+        *(lambda i=i: [plan_of(name).kernels[i] for name in ("deepseek_v3", "glm_5")] for i in range(len(PLANNERS))),
     ],
     ids=["skewed", "plain", *(planner.__name__.removeprefix("plan_") for planner in PLANNERS)],
 )
 def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | KernelPlan]]) -> None:
     kernels = choose()
     text = (template_dir() / kernels[0].template).read_text(encoding="utf-8")
-    name = r"\b((?:plan|region|barrier|group|limit|parameter)\.[\w.]+)"
+    name = r"\b((?:plan|region|barrier|group|limit|parameter|role)\.[\w.]+)"
     variables = list(re.finditer(rf"(?:\{{\{{|\{{%|\bin\b)[^%}}]*?{name}", text))
     assert len(variables) > 5
     environment = render_module._environment()

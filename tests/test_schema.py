@@ -59,7 +59,7 @@ def test_every_integer_is_bounded_or_listed() -> None:
 def test_only_name_and_model_are_required() -> None:
     schema = json_schema()
     assert schema["required"] == ["name", "model"]
-    assert all("required" not in schema["$defs"][part] for part in ("Cache", "Kernels", "Decode"))
+    assert all("required" not in schema["$defs"][part] for part in ("Cache", "Kernels", "Decode", "Prefill"))
 
 
 def test_the_stages_of_decode_are_auto_or_a_bounded_integer() -> None:

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mlaforge_generator.errors import Problem, SpecError
-from mlaforge_generator.spec import Cache, Decode, Kernels, Model, RopeScaling, Spec, dump_spec, load_spec, parse_spec
+from mlaforge_generator.spec import (
+    Cache,
+    Decode,
+    Kernels,
+    Model,
+    Prefill,
+    RopeScaling,
+    Spec,
+    dump_spec,
+    load_spec,
+    parse_spec,
+)
 from strategies import INTEGERS, NO_INTEGERS, BrokenSpec, broken_specs, specs, yaml_trees
 
 SPECS = Path(__file__).resolve().parents[1] / "specs"
@@ -53,7 +64,10 @@ def test_only_name_and_model_are_needed() -> None:
         tensor_parallel=1,
         cache=Cache(dtype="bf16", page_size=64),
         target="sm_90a",
-        kernels=Kernels(decode=Decode(schedule="auto", tile_rows="auto", tile_tokens=64, stages="auto")),
+        kernels=Kernels(
+            decode=Decode(schedule="auto", tile_rows="auto", tile_tokens=64, stages="auto"),
+            prefill=Prefill(tile_q="auto", tile_kv="auto", stages="auto"),
+        ),
     )
 
 
@@ -76,6 +90,7 @@ cache: {dtype: fp16, page_size: 16}
 target: sm_90a
 kernels:
   decode: {schedule: plain, tile_rows: 64, tile_tokens: 64, stages: 3}
+  prefill: {tile_q: 128, tile_kv: 96, stages: 2}
 """
     )
     assert spec.model_dump() == {
@@ -94,7 +109,10 @@ kernels:
         "tensor_parallel": 8,
         "cache": {"dtype": "fp16", "page_size": 16},
         "target": "sm_90a",
-        "kernels": {"decode": {"schedule": "plain", "tile_rows": 64, "tile_tokens": 64, "stages": 3}},
+        "kernels": {
+            "decode": {"schedule": "plain", "tile_rows": 64, "tile_tokens": 64, "stages": 3},
+            "prefill": {"tile_q": 128, "tile_kv": 96, "stages": 2},
+        },
     }
     assert (spec.heads_per_rank, spec.d_qk, spec.d_v) == (5, 288, 256)
 
@@ -194,7 +212,7 @@ def test_one_fault_gives_one_problem_that_names_its_field(broken: BrokenSpec) ->
 def test_nothing_passes_for_an_integer_but_an_integer(field: str) -> None:
     *parents, name = field.split(".")
     for value in NO_INTEGERS:
-        tree = yaml.safe_load(MINIMAL + "cache: {}\nkernels: {decode: {}}\n")
+        tree = yaml.safe_load(MINIMAL + "cache: {}\nkernels: {decode: {}, prefill: {}}\n")
         part = tree
         for parent in parents:
             part = part[parent]
@@ -283,10 +301,14 @@ ERRORS = {
         ["8:1: Tensor_Parallel: unknown field; did you mean tensor_parallel?"],
     ),
     "wrong place": (MINIMAL + "page_size: 64", ["8:1: page_size: unknown field here; did you mean cache.page_size?"]),
-    "not a field yet": (
+    "wrong place of a mapping": (
         MINIMAL + "prefill: {tile_q: 128}",
+        ["8:1: prefill: unknown field here; did you mean kernels.prefill?"],
+    ),
+    "not a field yet": (
+        MINIMAL + "dispatch: {tile_q: 128}",
         [
-            "8:1: prefill: unknown field; the fields of a spec are name, model, tensor_parallel, cache, target "
+            "8:1: dispatch: unknown field; the fields of a spec are name, model, tensor_parallel, cache, target "
             "and kernels"
         ],
     ),

@@ -4,20 +4,11 @@
 #pragma once
 
 #include "primitives.cuh"
+#include "ring.cuh"
 #include "schedule.cuh"
 #include "tile.cuh"
 
 namespace mlaforge {
-
-// A ring of `count` buffers, seen by one role: the buffer to use next and the parity of its phase, in one register.
-struct Ring {
-  int count;
-  int at = 0;  // counts through two rounds, one of each parity
-
-  MLAFORGE_DEVICE int stage() const { return at < count ? at : at - count; }
-  MLAFORGE_DEVICE int phase() const { return at < count ? 0 : 1; }
-  MLAFORGE_DEVICE void advance() { at = at + 1 < 2 * count ? at + 1 : 0; }
-};
 
 // Rows of the tile and what they may see.
 template <class C>
@@ -110,11 +101,6 @@ MLAFORGE_DEVICE void copy_query(const TensorMap& map, const RowTile<C>& tile, in
     tma_load_4d(map, bar, to + lane_id() * (C::kRows * 128), 64 * (First + lane_id()), tile.first_row, tile.kv_head,
                 request, kEvictNormal);
   }
-}
-
-// A warp has finished with a buffer that only its WGMMA read: all its lanes have come out of the same wait.
-MLAFORGE_DEVICE void release(smem_t bar) {
-  if (lane_id() == 0) mbarrier_arrive(bar);
 }
 
 // ---- Results -----------------------------------------------------------------------------------------------------

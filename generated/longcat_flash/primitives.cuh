@@ -385,6 +385,13 @@ MLAFORGE_DEVICE void tma_load_4d(const TensorMap& map, smem_t bar, smem_t dst, i
       : "memory");
 }
 
+// Brings the same box into L2 only, ahead of a copy that can't be issued yet.
+MLAFORGE_DEVICE void tma_prefetch_4d(const TensorMap& map, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(c0), "r"(c1),
+               "r"(c2), "r"(c3)
+               : "memory");
+}
+
 // The same copy to every block of the cluster whose rank is set in `blocks`: to `dst` of each, counted on `bar` of each.
 MLAFORGE_DEVICE void tma_load_4d_multicast(const TensorMap& map, smem_t bar, smem_t dst, int c0, int c1, int c2, int c3,
                                            uint32_t blocks, uint64_t cache_policy) {
@@ -523,6 +530,13 @@ MLAFORGE_DEVICE void wgmma_fence_operand(float (&d)[Count]) {
   for (int i = 0; i < Count; ++i) cute::warpgroup_fence_operand(d[i]);
 }
 
+// The same of A registers: what follows does not take their place before the products that read them are done.
+template <int Count>
+MLAFORGE_DEVICE void wgmma_fence_operand(uint32_t (&a)[Count]) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) cute::warpgroup_fence_operand(a[i]);
+}
+
 namespace detail {
 
 // The pack 0, 1, ..., Count - 1.
@@ -576,6 +590,28 @@ MLAFORGE_ATOMS(192)
 MLAFORGE_ATOMS(256)
 #undef MLAFORGE_ATOMS
 
+// CUTLASS keeps N = 80 in a header that takes 3 s to compile, for the hundreds of other atoms in it.
+#define MLAFORGE_D8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define MLAFORGE_SS_K_80(Element, type)                                                              \
+  MLAFORGE_DEVICE void ss_k_80(Element, float (&d)[40], uint64_t a, uint64_t b, bool accumulate) {   \
+    asm volatile(                                                                                    \
+        "{\n"                                                                                        \
+        ".reg .pred p;\n"                                                                            \
+        "setp.ne.b32 p, %42, 0;\n"                                                                   \
+        "wgmma.mma_async.sync.aligned.m64n80k16.f32." type "." type                                  \
+        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19," \
+        " %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37,"  \
+        " %38, %39}, %40, %41, p, 1, 1, 0, 0;\n"                                                     \
+        "}\n"                                                                                        \
+        : MLAFORGE_D8(0), MLAFORGE_D8(8), MLAFORGE_D8(16), MLAFORGE_D8(24), MLAFORGE_D8(32)          \
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                        \
+  }
+MLAFORGE_SS_K_80(Bf16, "bf16")
+MLAFORGE_SS_K_80(Fp16, "f16")
+#undef MLAFORGE_SS_K_80
+#undef MLAFORGE_D8
+
 template <class Atom, int Count, int... I>
 MLAFORGE_DEVICE void fma_ss(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate, Indices<I...>) {
   Atom::fma(a, b, d[I]..., accumulate ? ScaleOut::One : ScaleOut::Zero);
@@ -587,11 +623,17 @@ MLAFORGE_DEVICE void fma_rs(float (&d)[Count], const uint32_t* a, uint64_t b, bo
 
 }  // namespace detail
 
-// D = A B^T, or D += A B^T with `accumulate`: A and B from shared memory, both K-major; B has N rows.
-template <class Element, int N>
-MLAFORGE_DEVICE void wgmma_ss_k(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
-  using Atom = typename detail::Atoms<Element, N, detail::Major::K>::SS;
-  detail::fma_ss<Atom>(d, a, b, accumulate, detail::IndicesUpTo<N / 2>{});
+// D = A B^T, or D += A B^T with `accumulate`: A and B from shared memory, both K-major; B has N rows. D may be wider than
+// that: the product then goes to its first columns.
+template <class Element, int N, int Count>
+MLAFORGE_DEVICE void wgmma_ss_k(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(N / 2 <= Count, "D holds the columns");
+  if constexpr (N == 80) {
+    detail::ss_k_80(Element{}, d, a, b, accumulate);
+  } else {
+    using Atom = typename detail::Atoms<Element, N, detail::Major::K>::SS;
+    detail::fma_ss<Atom>(d, a, b, accumulate, detail::IndicesUpTo<N / 2>{});
+  }
 }
 
 // The same with A from four registers.

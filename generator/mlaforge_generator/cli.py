@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from mlaforge.compiler import CompiledKernel
     from mlaforge.manifest import Manifest
     from mlaforge.memory_verify import MemoryProblem, MemoryReport
+    from mlaforge.prefill_verify import PrefillProblem
     from mlaforge.reference import AttentionDims
     from mlaforge.verify import Problem, Report
 
@@ -471,11 +472,13 @@ _PHASES = ("header search", "import", "nvrtc", "front end", "optimizer", "ptxas"
     "--kernel",
     "kernels",
     multiple=True,
-    type=click.Choice(["decode", "gather", "append", "merge"]),
+    type=click.Choice(["decode", "gather", "append", "merge", "prefill"]),
     help="Only the problems of this kernel; may be repeated.  [default: all]",
 )
 @click.option(
-    "--max-tokens", type=_COUNT, help="Cached tokens of one random problem; 262144 on a GPU, 1000 under the simulator."
+    "--max-tokens",
+    type=_COUNT,
+    help="Tokens of one random problem; 262144 on a GPU, 1000 under the simulator; of prefill at most 16384, 400.",
 )
 @click.option("--matrix", is_flag=True, help="Run the problems of FlashMLA's own test of decode instead.")
 @click.option("--problem", "text", metavar="TEXT", help="Run one problem instead, as a failure printed it.")
@@ -509,8 +512,8 @@ def verify(
 ) -> None:
     """Compare kernels with float64, on a GPU or under the simulator.
 
-    Decode by the acceptance criteria of FlashMLA's own tests, the others by what one rounding explains. What fails is
-    made as small as it still fails, and printed as a command line that replays it.
+    Decode and prefill by the acceptance criteria of FlashMLA's own tests, the others by what one rounding explains.
+    What fails is made as small as it still fails, and printed as a command line that replays it.
     """
     if matrix and text is not None:
         raise click.UsageError("--matrix and --problem exclude each other")
@@ -534,7 +537,7 @@ class _Run:
     examples: int | None = None
     max_tokens: int | None = None
     matrix: bool = False
-    problem: Problem | MemoryProblem | None = None
+    problem: Problem | MemoryProblem | PrefillProblem | None = None
     device: str = "cuda"
     mode: str = "random"
     schedule_seed: int = 0
@@ -554,6 +557,15 @@ class _Run:
         return self.examples or examples, self.max_tokens or tokens
 
     @property
+    def on(self) -> str:
+        """The device of the tensors."""
+        return "cpu" if self.simulated else self.device
+
+    def draws(self, kernel: str) -> bool:
+        """Whether random problems of a kernel are asked for."""
+        return self.problem is None and not self.matrix and (not self.kernels or kernel in self.kernels)
+
+    @property
     def schedule(self) -> str:
         """What a command line that replays a problem says of the simulator."""
         return f" --device sim --mode {self.mode} --schedule-seed {self.schedule_seed}" if self.simulated else ""
@@ -569,15 +581,17 @@ def _parse_problem(text: str) -> Problem:
         raise click.BadParameter(str(error), param_hint="--problem") from None
 
 
-def _parse_any_problem(text: str) -> Problem | MemoryProblem:
+def _parse_any_problem(text: str) -> Problem | MemoryProblem | PrefillProblem:
     """Read a problem of any kernel; all but decode's begin with the kernel's name."""
     _require_torch()
     from mlaforge.memory_verify import is_memory_problem, parse_problem
+    from mlaforge.prefill_verify import PrefillProblem
 
-    if not is_memory_problem(text):
+    prefill = text.split(" ", 1)[0] == PrefillProblem.kernel
+    if not (prefill or is_memory_problem(text)):
         return _parse_problem(text)
     try:
-        return parse_problem(text)
+        return PrefillProblem.parse(text) if prefill else parse_problem(text)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--problem") from None
 
@@ -636,7 +650,6 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
     from mlaforge.compiler import CompileError
     from mlaforge.simulator import CompilerMissingError, SimulatorOptions
     from mlaforge.toolchain import ToolchainError
-    from mlaforge.verify import Problem, flashmla_matrix, random_problems, verify_problems
 
     options = SimulatorOptions(seed=run.schedule_seed, mode=run.mode)
     try:
@@ -646,36 +659,34 @@ def _verify(spec: str, folder: Path, run: _Run) -> None:
         raise _Toolchain(str(error)) from None
     except (CompileError, ToolchainError) as error:
         raise _Toolchain(str(error)) from None
+    _verify_decode(spec, mla, run)
     _verify_memory(spec, mla, run)
+    _verify_prefill(spec, mla, run)
+
+
+def _verify_decode(spec: str, mla: MLA, run: _Run) -> None:
+    """Run the problems of decode; `_Failure` if one is not accepted."""
+    from mlaforge.verify import Problem, flashmla_matrix, random_problems, verify_problems
+
+    problems: list[Problem] = []
     if isinstance(run.problem, Problem):
         problems = [run.problem]
-    elif run.problem is not None or (run.kernels and "decode" not in run.kernels):
-        return
-    elif run.matrix:
+    elif run.matrix and (not run.kernels or "decode" in run.kernels):
         problems = list(flashmla_matrix())
-    else:
+    elif run.draws("decode"):
         examples, tokens = run.size
         problems = random_problems(mla.manifest, examples, run.seed, tokens)
-    start = time.perf_counter()
-    with _progress("verifying", len(problems)) as advance:
-
-        def before(problem: Problem) -> None:
-            if run.verbose:
-                click.echo(problem, err=True)
-            advance()
-
-        report = verify_problems(mla, problems, before, device="cpu" if run.simulated else run.device)
-    _print([_verify_table(report, time.perf_counter() - start)])
-    if report.failure is None:
-        click.echo(f"all {report.problems} problems accepted")
+    if not problems:
         return
-    failure = report.failure
-    for line in failure.errors.failures:
-        click.echo(f"failed: {line}")
-    if failure.found != failure.problem:
-        click.echo(f"found as: {failure.found}")
-    click.echo(f"reproduce: {failure.problem.to_repro(spec)}{run.schedule}")
-    raise _Failure(f"{spec}: problem {report.problems} of {len(problems)} failed")
+    start = time.perf_counter()
+    with _verifying(problems, run) as before:
+        report = verify_problems(mla, problems, before, device=run.on)
+    _print([_verify_table("decode", report, time.perf_counter() - start)])
+    if report.failure is not None:
+        failure = report.failure
+        _show_failure(spec, run, failure.errors.failures, failure.found, failure.problem)
+        raise _Failure(f"{spec}: problem {report.problems} of {len(problems)} failed")
+    click.echo(f"all {report.problems} problems accepted")
 
 
 def _verify_memory(spec: str, mla: MLA, run: _Run) -> None:
@@ -685,32 +696,77 @@ def _verify_memory(spec: str, mla: MLA, run: _Run) -> None:
     problems: list[MemoryProblem] = []
     if isinstance(run.problem, MemoryProblem):
         problems = [run.problem]
-    elif run.problem is None and not run.matrix:
+    elif run.problem is None:
         examples, tokens = run.size
         drawn = random_problems(mla.manifest, examples, run.seed, tokens)
-        problems = [problem for problem in drawn if not run.kernels or problem.kernel in run.kernels]
+        problems = [problem for problem in drawn if run.draws(problem.kernel)]
     if not problems:
         return
     start = time.perf_counter()
+    with _verifying(problems, run) as before:
+        report = verify_problems(mla, problems, before, device=run.on)
+    _print([_memory_table(report, time.perf_counter() - start)])
+    if report.failure is not None:
+        failure = report.failure
+        _show_failure(spec, run, failure.outcome.failures, failure.found, failure.problem)
+        raise _Failure(f"{spec}: problem {report.problems} of {len(problems)}, of {failure.problem.kernel}, failed")
+    click.echo(f"{', '.join(report.counts)}: all {report.problems} problems accepted")
+
+
+def _verify_prefill(spec: str, mla: MLA, run: _Run) -> None:
+    """Run the problems of prefill; `_Failure` if one is not accepted, `_Usage` if they are of no kernel of the spec."""
+    from mlaforge.prefill_verify import PrefillProblem, random_problems, verify_problems
+
+    problem = run.problem if isinstance(run.problem, PrefillProblem) else None
+    if PrefillProblem.kernel not in mla.manifest.kernels:
+        if problem is not None or PrefillProblem.kernel in run.kernels:
+            raise _Usage(f"{spec}: there is no prefill kernel; `mlaforge plan` says why")
+        return
+    if problem is not None:
+        problems = [problem]
+    elif run.draws(PrefillProblem.kernel):
+        examples, tokens = run.size
+        # Work is the square of it.
+        tokens = min(tokens, 400 if run.simulated else 1 << 14)
+        problems = random_problems(mla.manifest, examples, run.seed, tokens)
+    else:
+        return
+    start = time.perf_counter()
+    with _verifying(problems, run) as before:
+        report = verify_problems(mla, problems, before, device=run.on)
+    _print([_verify_table("prefill", report, time.perf_counter() - start)])
+    if report.failure is not None:
+        failure = report.failure
+        _show_failure(spec, run, failure.errors.failures, failure.found, failure.problem)
+        raise _Failure(f"{spec}: problem {report.problems} of {len(problems)}, of prefill, failed")
+    click.echo(f"prefill: all {report.problems} problems accepted")
+
+
+@contextlib.contextmanager
+def _verifying(problems: Sequence[object], run: _Run) -> Iterator[Callable[[object], None]]:
+    """Show progress; give what is called with each problem before it runs."""
     with _progress("verifying", len(problems)) as advance:
 
-        def before(problem: MemoryProblem) -> None:
+        def before(problem: object) -> None:
             if run.verbose:
                 click.echo(problem, err=True)
             advance()
 
-        report = verify_problems(mla, problems, before, device="cpu" if run.simulated else run.device)
-    _print([_memory_table(report, time.perf_counter() - start)])
-    if report.failure is None:
-        click.echo(f"{', '.join(report.counts)}: all {report.problems} problems accepted")
-        return
-    failure = report.failure
-    for line in failure.outcome.failures:
+        yield before
+
+
+def _show_failure(
+    spec: str,
+    run: _Run,
+    failures: Iterable[str],
+    found: Problem | MemoryProblem | PrefillProblem,
+    small: Problem | MemoryProblem | PrefillProblem,
+) -> None:
+    for line in failures:
         click.echo(f"failed: {line}")
-    if failure.found != failure.problem:
-        click.echo(f"found as: {failure.found}")
-    click.echo(f"reproduce: {failure.problem.to_repro(spec)}{run.schedule}")
-    raise _Failure(f"{spec}: problem {report.problems} of {len(problems)}, of {failure.problem.kernel}, failed")
+    if found != small:
+        click.echo(f"found as: {found}")
+    click.echo(f"reproduce: {small.to_repro(spec)}{run.schedule}")
 
 
 def _memory_table(report: MemoryReport, seconds: float) -> Table:
@@ -726,7 +782,7 @@ def _memory_table(report: MemoryReport, seconds: float) -> Table:
     return table(f"Memory-bound kernels, {seconds:.1f} s", columns, rows)
 
 
-def _verify_table(report: Report, seconds: float) -> Table:
+def _verify_table(kernel: str, report: Report[Problem] | Report[PrefillProblem], seconds: float) -> Table:
     from mlaforge.verify import (
         LSE_ABS_TOLERANCE,
         LSE_REL_TOLERANCE,
@@ -752,7 +808,7 @@ def _verify_table(report: Report, seconds: float) -> Table:
     ]
     columns = ("problems", "count>", "|out - ref|>", "of tolerance>", "1 - cos>", "|lse - ref|>", "of tolerance>", "")
     return table(
-        f"Worst errors against float64, {seconds:.1f} s",
+        f"Worst errors of {kernel} against float64, {seconds:.1f} s",
         columns,
         rows,
         caption=(

@@ -9,16 +9,24 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from .block import (
+    LINE,
+    SUBTILE_COLUMNS,
+    Mbarrier,
+    NamedBarrier,
+    RegisterLimit,
+    RegisterUse,
+    SmemMap,
+    SmemRegion,
+    TensorMap,
+    WarpRole,
+)
 from .errors import Problem, SpecError
 from .kernel_plan import ELEMENT_BYTES, ELEMENTS, Choice, KernelPlan, Parameter
 from .kernels import plan_kernels
 from .spec import Spec
 from .target import TARGETS, Target
 
-SUBTILE_COLUMNS = 64
-"""Columns of a subtile: 128 bytes, the longest line that TMA and WGMMA swizzle."""
-SMEM_ALIGNMENT = 1024
-"""An atom of the 128-byte swizzle."""
 MAX_PARTS = 144
 """Parts of the grid, kMaxSplits of splits.cuh; no Hopper GPU has more SMs."""
 MAX_STAGES = 6
@@ -58,82 +66,6 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class SmemRegion:
-    """A piece of a block's shared memory; `alias_of` names the region whose bytes it uses at another time."""
-
-    name: str
-    constant: str
-    offset: int
-    size: int
-    what: str
-    count: int = 1
-    """Equal buffers that it consists of."""
-    alias_of: str | None = None
-
-
-@dataclass(frozen=True)
-class SmemMap:
-    """The shared memory of a block, bytes."""
-
-    regions: tuple[SmemRegion, ...]
-    total: int
-    limit: int
-
-
-@dataclass(frozen=True)
-class Mbarrier:
-    """A group of equal mbarriers. `bytes` is the most that one phase expects from TMA, 0 if none."""
-
-    name: str
-    count: int
-    arrivals: int
-    bytes: int
-    what: str
-    offset: int = -1
-    """Of the first, from the base of shared memory; -1 until the regions are placed."""
-
-
-@dataclass(frozen=True)
-class NamedBarrier:
-    """A hardware barrier, or several with successive ids."""
-
-    constant: str
-    id: int
-    count: int
-    threads: int
-    what: str
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """A TMA tensor map that the runtime encodes. Dimensions are innermost first; names are filled at the call."""
-
-    parameter: str
-    tensor: str
-    dims: tuple[str, ...]
-    box: tuple[int, ...]
-    swizzle_bytes: int
-
-
-@dataclass(frozen=True)
-class WarpRole:
-    """What a group of warps does, and how many registers each of its threads has while it does."""
-
-    name: str
-    warps: int
-    registers: int
-    what: str
-
-
-@dataclass(frozen=True)
-class RegisterLimit:
-    """Registers of a thread while its warpgroup plays a role."""
-
-    constant: str
-    registers: int
-
-
-@dataclass(frozen=True)
 class Launch:
     """Shape of a launch."""
 
@@ -153,15 +85,6 @@ class SchedulePolicy:
     """A cut this close to an end of a request moves there."""
     min_part_blocks: int
     """What a part gets at least, on average: a small batch uses fewer parts than the GPU has room for."""
-
-
-@dataclass(frozen=True)
-class RegisterUse:
-    """One line of the register estimate of a role."""
-
-    role: str
-    what: str
-    registers: int
 
 
 @dataclass(frozen=True)
@@ -276,9 +199,8 @@ def make_plan(spec: Spec) -> Plan:
         max_parts=MAX_PARTS,
         parameters=_DECODE_PARAMETERS,
     )
-    kernels = plan_kernels(spec, target)
-    choices += [choice for kernel in kernels for choice in kernel.choices]
-    return Plan(spec, target, spec.softmax_scale, decode, kernels, tuple(choices))
+    kernels, of_kernels = plan_kernels(spec, target)
+    return Plan(spec, target, spec.softmax_scale, decode, kernels, (*choices, *of_kernels))
 
 
 _OUT_STRIDES = tuple(Parameter(f"out_stride_{dim}", "long long") for dim in "bsh")
@@ -360,9 +282,6 @@ class _Arrangement:
 
 
 _Arrange = Callable[[Spec, int, int, int], _Arrangement]
-
-LINE = SUBTILE_COLUMNS * ELEMENT_BYTES
-"""Bytes of a row of a subtile."""
 
 
 class _Regions:

@@ -133,10 +133,27 @@ class Decode(_Part):
     )
 
 
+class Prefill(_Part):
+    """What the prefill kernel may choose; auto leaves a choice to the planner."""
+
+    tile_q: Annotated[Literal["auto", 128, 192], _Listed] = Field(
+        default="auto", description="Rows of queries that one thread block works on, 64 a warpgroup."
+    )
+    tile_kv: Annotated[Literal["auto", 64, 80, 96, 128], _Listed] = Field(
+        default="auto", description="Tokens in one step of a thread block."
+    )
+    stages: Literal["auto"] | _StageCount = Field(
+        default="auto", description="Blocks of keys, and of values, held in shared memory at once."
+    )
+
+
 class Kernels(_Part):
     """The kernels to generate, each with its choices."""
 
     decode: Decode = Field(default_factory=Decode, description="Absorbed attention over the paged latent cache.")
+    prefill: Prefill = Field(
+        default_factory=Prefill, description="Decompressed attention over sequences that lie one behind the other."
+    )
 
 
 class Spec(_Part):

@@ -9,9 +9,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .block import SmemMap
 from .cost import CacheSize, DecodeCost, binary_bytes, decimal_bytes
 from .memory_plan import MemoryPlan
-from .plan import Plan, SmemMap
+from .plan import DecodePlan, Plan
+from .prefill_plan import PrefillPlan
+from .target import Target
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Sequence[object]], caption: str | None = None) -> Table:
@@ -69,44 +72,7 @@ def plan_tables(
         yield table(
             "Left to the planner", ("field", "chosen", "why"), ((c.field, c.value, c.why) for c in plan.choices)
         )
-    yield _smem_table(decode.smem)
-    yield table(
-        "mbarriers",
-        ("name", "count>", "arrivals>", "TMA bytes>", "completes when"),
-        ((m.name, m.count, m.arrivals, f"{m.bytes:,}" if m.bytes else "-", m.what) for m in decode.mbarriers),
-    )
-    yield table(
-        "Named barriers",
-        ("constant", "ids>", "threads>", "passed when"),
-        (
-            (n.constant, n.id if n.count == 1 else f"{n.id}..{n.id + n.count - 1}", n.threads, n.what)
-            for n in decode.named_barriers
-        ),
-    )
-    yield table(
-        "Tensor maps",
-        ("parameter", "tensor", "dimensions, innermost first", "box>", "swizzle"),
-        (
-            (t.parameter, t.tensor, ", ".join(t.dims), " x ".join(map(str, t.box)), f"{t.swizzle_bytes} B")
-            for t in decode.tensor_maps
-        ),
-    )
-    used = sum(role.warps * 32 * role.registers for role in decode.roles)
-    yield table(
-        "Warps",
-        ("role", "warps>", "registers>", "does"),
-        ((role.name, role.warps, role.registers, role.what) for role in decode.roles),
-        caption=f"{used:,} of the SM's {target.registers_per_sm:,} registers",
-    )
-    available = {role.name: role.registers for role in decode.roles}
-    for name in dict.fromkeys(use.role for use in decode.registers):
-        uses = [use for use in decode.registers if use.role == name]
-        yield table(
-            f"Registers of a thread of {name}, estimated",
-            ("for", "registers>"),
-            [*((use.what, use.registers) for use in uses), ("all", sum(use.registers for use in uses))],
-            caption=f"{available[name]} are there",
-        )
+    yield from _kernel_tables(decode, target)
     yield table(
         "Launch",
         ("kernel", "threads>", "grid"),
@@ -139,6 +105,9 @@ def plan_tables(
         f"{policy.snap_blocks} of a request's end moves there, any other splits the request: the parts that share it "
         "merge their results. Each block works this out from cache_seqlens.\n"
     )
+    for kernel in plan.kernels:
+        if isinstance(kernel, PrefillPlan):
+            yield from _prefill_tables(kernel, target)
     yield table(
         f"Decode calls on {target.read_bandwidth / 1e12:.2f} TB/s and {target.matrix_rate / 1e12:.0f} TFLOP/s",
         _COST_COLUMNS,
@@ -170,6 +139,58 @@ def plan_tables(
         ),
         caption=None if spec.tensor_parallel == 1 else "of all ranks together; each rank holds all of MLA's",
     )
+
+
+def _kernel_tables(kernel: DecodePlan | PrefillPlan, target: Target) -> Iterator[RenderableType]:
+    yield _smem_table(kernel.smem)
+    yield table(
+        "mbarriers",
+        ("name", "count>", "arrivals>", "TMA bytes>", "completes when"),
+        ((m.name, m.count, m.arrivals, f"{m.bytes:,}" if m.bytes else "-", m.what) for m in kernel.mbarriers),
+    )
+    yield table(
+        "Named barriers",
+        ("constant", "ids>", "threads>", "passed when"),
+        (
+            (n.constant, n.id if n.count == 1 else f"{n.id}..{n.id + n.count - 1}", n.threads, n.what)
+            for n in kernel.named_barriers
+        ),
+    )
+    yield table(
+        "Tensor maps",
+        ("parameter", "tensor", "dimensions, innermost first", "box>", "swizzle"),
+        (
+            (t.parameter, t.tensor, ", ".join(t.dims), " x ".join(map(str, t.box)), f"{t.swizzle_bytes} B")
+            for t in kernel.tensor_maps
+        ),
+    )
+    used = sum(role.warps * 32 * role.registers for role in kernel.roles)
+    yield table(
+        "Warps",
+        ("role", "warps>", "registers>", "does"),
+        ((role.name, role.warps, role.registers, role.what) for role in kernel.roles),
+        caption=f"{used:,} of the SM's {target.registers_per_sm:,} registers",
+    )
+    available = {role.name: role.registers for role in kernel.roles}
+    for name in dict.fromkeys(use.role for use in kernel.registers):
+        uses = [use for use in kernel.registers if use.role == name]
+        yield table(
+            f"Registers of a thread of {name}, estimated",
+            ("for", "registers>"),
+            [*((use.what, use.registers) for use in uses), ("all", sum(use.registers for use in uses))],
+            caption=f"{available[name]} are there",
+        )
+
+
+def _prefill_tables(prefill: PrefillPlan, target: Target) -> Iterator[RenderableType]:
+    tile = prefill.tile
+    yield Text("\nPrefill", style="bold")
+    yield Text(
+        f"d_qk {prefill.d_qk}, d_v {prefill.d_v}; tiles of {tile.rows} x {tile.tokens}, {tile.stages} stages, "
+        f"{tile.queries} of Q. Blocks take tiles from a counter: of each sequence in sections of heads whose K and V "
+        f"are {prefill.section_tokens:,} tokens together, those with the most work first."
+    )
+    yield from _kernel_tables(prefill, target)
 
 
 def _smem_table(smem: SmemMap) -> Table:

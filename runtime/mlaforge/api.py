@@ -1,4 +1,4 @@
-"""What a user calls: `load` a spec or a generated folder, then `decode`, `gather`, `append`, `merge`."""
+"""What a user calls: `load` a spec or a generated folder, then `decode`, `prefill`, `gather`, `append`, `merge`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from mlaforge.launch import Cuda
 from mlaforge.manifest import Manifest, read_manifest
 from mlaforge.memory import MemoryKernels
 from mlaforge.memory import register as register_memory
+from mlaforge.prefill import PrefillRunner
+from mlaforge.prefill import register as register_prefill
 from mlaforge.simulator import Simulator, SimulatorOptions
 
 
@@ -31,6 +33,10 @@ class MLA:
         register(self._runner)
         self._memory = MemoryKernels(manifest, backend, self._runner.key)
         register_memory(self._memory)
+        self._prefill: PrefillRunner | None = None
+        if (kernel := manifest.kernels.get("prefill")) is not None:
+            self._prefill = PrefillRunner(manifest, kernel, backend, self._runner.key)
+            register_prefill(self._prefill)
 
     def decode(
         self,
@@ -81,6 +87,61 @@ class MLA:
         if lse is None:
             lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         torch.ops.mlaforge.decode_out(*arguments, out, lse, self._runner.key, causal, scale)
+        return out, lse
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        *,
+        causal: bool = True,
+        softmax_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend from decompressed queries to decompressed keys and values, sequence by sequence.
+
+        The rows of all sequences lie one behind the other; sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1] - 1.
+        Works on the current stream of q's device and never waits for it. The work is divided on the device, so a
+        captured graph may be replayed with other lengths.
+
+        Args:
+            q: (total_q, heads, d_qk), d_qk = qk_nope_head_dim + qk_rope_head_dim, bf16 or fp16 as the spec's cache; the
+                last dimension contiguous, other strides multiples of 16 bytes.
+            k: (total_k, heads, d_qk), the same dtype and rule for strides.
+            v: (total_k, heads, d_v), d_v = v_head_dim, likewise.
+            cu_seqlens_q: (sequences + 1,) int32, ascending: where each sequence begins in q, and the end of the last.
+            cu_seqlens_k: the same for k and v.
+            causal: bottom-right aligned: query i of n sees the keys before len_k - (n - 1) + i.
+            softmax_scale: of the logits; the model's own if None.
+            out: (total_q, heads, d_v) to write to, of q's dtype; made if None.
+            lse: (heads, total_q) float32, contiguous, to write to; made if None.
+
+        Returns:
+            out, and the natural logarithm of the sum of exponentials of each row. A row that sees no key has out 0 and
+            lse +inf. Rows of q that no sequence has are not written.
+
+        Raises:
+            ValueError: an argument does not fit; it says which, what it is and what it must be. Or the spec has no
+                prefill kernel. Nothing was launched.
+            CudaError: the driver refused the launch.
+        """
+        runner = self._prefill
+        if runner is None:
+            raise ValueError(f"{self.manifest.name} has no prefill kernel: `mlaforge plan` says why")
+        scale = self.manifest.softmax_scale if softmax_scale is None else float(softmax_scale)
+        arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+        if out is None and lse is None:
+            made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mlaforge.prefill(*arguments, runner.key, causal, scale)
+            return made
+        if out is None:
+            out = q.new_empty((*q.shape[:2], runner.d_v))
+        if lse is None:
+            lse = q.new_empty((*q.shape[1::-1],), dtype=torch.float32)
+        torch.ops.mlaforge.prefill_out(*arguments, out, lse, runner.key, causal, scale)
         return out, lse
 
     def gather(

@@ -22,13 +22,12 @@ import torch
 from mlaforge.arguments import DTYPES
 from mlaforge.manifest import Manifest
 from mlaforge.memory_reference import append_reference, gather_reference, merge_reference
-from mlaforge.verify import IMPOSSIBLE_PAGE, usable
+from mlaforge.verify import IMPOSSIBLE_PAGE, shrink, usable
 
 LOST = 2.0**-20
 """What float32 may lose of the largest number that takes part in an element, as a share of it."""
 
 _GUARD = 1024
-_SHRINK_RUNS = 100
 
 
 class MemoryKernelsOf(Protocol):
@@ -648,14 +647,3 @@ def verify_problems(
             report.failure = MemoryFailure(problem, small, outcome)
             break
     return report
-
-
-def shrink(problem: MemoryProblem, fails: Callable[[MemoryProblem], bool]) -> MemoryProblem:
-    """Make a failing problem simpler, step by step, for as long as it fails and not too many are tried."""
-    runs = 0
-    candidates = problem.simpler()
-    while runs < _SHRINK_RUNS and (candidate := next(candidates, None)) is not None:
-        runs += 1
-        if fails(candidate):
-            problem, candidates = candidate, candidate.simpler()
-    return problem

@@ -96,6 +96,63 @@ def _one_request(
     )
 
 
+# Scores held at once: 2^25 of them take 268 MB.
+_SCORES_AT_ONCE = 1 << 25
+
+
+def prefill_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of sequences that lie one behind the other, in float64.
+
+    Args:
+        q: (total_q, heads, d_qk).
+        k: (total_k, heads, d_qk).
+        v: (total_k, heads, d_v).
+        cu_seqlens_q: (sequences + 1), integers: where each sequence begins in q, and the end of the last.
+        cu_seqlens_k: the same of k and v.
+        softmax_scale: factor of the scores.
+        causal: query i of n sees the keys before len_k - (n - 1) + i instead of all of them.
+
+    Returns:
+        out (total_q, heads, d_v) and lse (heads, total_q), natural logarithm, both float64. A row that sees no key has
+        out 0 and lse +inf, and so has a row that belongs to no sequence.
+    """
+    total_q, heads, _ = q.shape
+    out = q.new_zeros((total_q, heads, v.shape[2]), dtype=torch.float64)
+    lse = q.new_full((heads, total_q), math.inf, dtype=torch.float64)
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for begin, end, begin_k, end_k in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
+        n, length = end - begin, end_k - begin_k
+        if n <= 0 or length <= 0:
+            continue
+        keys, values = k[begin_k:end_k].double(), v[begin_k:end_k].double()
+        rows = max(_SCORES_AT_ONCE // length, 1)
+        for head in range(heads):
+            for first in range(begin, end, rows):
+                last = min(first + rows, end)
+                scores = q[first:last, head].double() @ keys[:, head].T * softmax_scale
+                if causal:
+                    border = torch.arange(first - begin, last - begin, device=q.device) + (length - n + 1)
+                    hidden = torch.arange(length, device=q.device) >= border.unsqueeze(1)
+                    scores.masked_fill_(hidden, -math.inf)
+                    empty = border <= 0
+                else:
+                    empty = torch.zeros(last - first, dtype=torch.bool, device=q.device)
+                sums = scores.logsumexp(dim=1)
+                weights = (scores - sums.masked_fill(empty, 0.0).unsqueeze(1)).exp()
+                out[first:last, head] = weights @ values[:, head]
+                lse[head, first:last] = sums.masked_fill(empty, math.inf)
+    return out, lse
+
+
 class AttentionDims(Protocol):
     """The dimensions of a model's attention, by their names in config.json."""
 

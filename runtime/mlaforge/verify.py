@@ -12,14 +12,17 @@ import itertools
 import math
 import random
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 import torch
 
 from mlaforge.manifest import Manifest
 from mlaforge.reference import cosine_difference, decode_reference
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 OUT_ABS_TOLERANCE = 8e-4
 OUT_REL_TOLERANCE = 2.01 / 128
@@ -29,6 +32,25 @@ LSE_REL_TOLERANCE = 8.01 / 65536
 
 IMPOSSIBLE_PAGE = 2_147_480_000
 """What FlashMLA's tests write in table entries that no token needs."""
+
+
+class Shrinkable(Protocol):
+    """A problem of any kernel."""
+
+    def simpler(self) -> Iterable[Self]:
+        """Give problems that are simpler by one step, the large steps first."""
+
+
+class Judged(Shrinkable, Protocol):
+    """A problem of a kernel that is judged by these criteria."""
+
+    @property
+    def kind(self) -> str:
+        """The row of a report's table that the problem counts for."""
+
+
+_S = TypeVar("_S", bound=Shrinkable)
+_J = TypeVar("_J", bound=Judged)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Elements around `out` and `lse` that must stay as they are; a multiple of any alignment asked for.
@@ -139,32 +161,12 @@ class Problem:
 
     def __str__(self) -> str:
         """Give the text that `parse` reads: fields that differ from their default, lengths with repeats counted."""
-        words = []
-        for each in dataclasses.fields(self):
-            value = getattr(self, each.name)
-            if each.name == "lengths":
-                runs = [(length, len(list(group))) for length, group in itertools.groupby(self.lengths)]
-                words.append("lengths=" + ",".join(str(n) if count == 1 else f"{n}x{count}" for n, count in runs))
-            elif value != each.default:
-                words.append(f"{each.name}={int(value) if isinstance(value, bool) else value}")
-        return " ".join(words)
+        return shown_fields(self, ("lengths",))
 
     @classmethod
     def parse(cls, text: str) -> Problem:
         """Read what `str` gave. ValueError says which word is wrong."""
-        known = {each.name: each for each in dataclasses.fields(cls)}
-        values: dict[str, object] = {}
-        for word in text.split():
-            name, equals, value = word.partition("=")
-            if not equals or name not in known:
-                raise ValueError(f"{word!r} is no field of a problem: they are {', '.join(known)}, as name=value")
-            if name in values:
-                raise ValueError(f"{name} is given twice")
-            try:
-                values[name] = _parse_lengths(value) if name == "lengths" else _parse_number(value, known[name].type)
-            except ValueError:
-                form = "as in 1,64x3,0" if name == "lengths" else "a number"
-                raise ValueError(f"{word!r}: {value!r} is not {form}") from None
+        values = parse_fields(cls, text.split(), ("lengths",))
         if "lengths" not in values:
             raise ValueError("a problem needs lengths=, as in lengths=1,64x3,0")
         return cls(**values)  # type: ignore[arg-type]
@@ -173,9 +175,74 @@ class Problem:
         """Give the command line that replays exactly this problem; `spec` is a spec's name or path."""
         return f"mlaforge verify {shlex.quote(spec)} --problem {shlex.quote(str(self))}"
 
+    def simpler(self) -> Iterator[Problem]:
+        """Give problems that are simpler by one step, the large steps first."""
+
+        def change(**fields: object) -> Iterator[Problem]:
+            # What a step makes impossible, such as heads that no longer divide, is no step.
+            try:
+                candidate = dataclasses.replace(self, **fields)  # type: ignore[arg-type]
+            except ValueError:
+                return
+            if candidate != self:
+                yield candidate
+
+        for lengths in fewer(self.lengths):
+            yield from change(lengths=lengths, nan_request=-1)
+            yield from change(lengths=lengths)
+        for each in dataclasses.fields(self):
+            if each.name not in {"lengths", "s_q", "h_q", "seed"}:
+                yield from change(**{each.name: each.default})
+        for smaller in lower(self.s_q, 1):
+            yield from change(s_q=smaller)
+        for smaller in lower(self.h_q, 1):
+            yield from change(h_q=smaller)
+            yield from change(h_q=smaller, h_kv=1)
+        yield from change(lengths=tuple(length // 2 for length in self.lengths))
+        for i, length in enumerate(self.lengths):
+            for smaller in lower(length, 0):
+                yield from change(lengths=(*self.lengths[:i], smaller, *self.lengths[i + 1 :]))
+
+
+def shown_fields(problem: DataclassInstance, lengths: Collection[str]) -> str:
+    """Write the fields of a problem that differ from their default as name=value; those in `lengths` always."""
+    words = []
+    for each in dataclasses.fields(problem):
+        value = getattr(problem, each.name)
+        if each.name in lengths:
+            words.append(f"{each.name}={_shown_lengths(value)}")
+        elif value != each.default:
+            words.append(f"{each.name}={int(value) if isinstance(value, bool) else value}")
+    return " ".join(words)
+
+
+def parse_fields(
+    kind: type[DataclassInstance], words: Iterable[str], lengths: Collection[str]
+) -> dict[str, float | tuple[int, ...]]:
+    """Read the words that `shown_fields` gave of a problem of a kind. ValueError says which one is wrong."""
+    known = {each.name: each for each in dataclasses.fields(kind)}
+    values: dict[str, float | tuple[int, ...]] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in known:
+            raise ValueError(f"{word!r} is no field of a problem: they are {', '.join(known)}, as name=value")
+        if name in values:
+            raise ValueError(f"{name} is given twice")
+        try:
+            values[name] = _parse_lengths(value) if name in lengths else _parse_number(value, known[name].type)
+        except ValueError:
+            form = "as in 1,64x3,0" if name in lengths else "a number"
+            raise ValueError(f"{word!r}: {value!r} is not {form}") from None
+    return values
+
 
 def _parse_number(text: str, kind: object) -> float:
     return float(text) if kind == "float" else bool(int(text)) if kind == "bool" else int(text)
+
+
+def _shown_lengths(lengths: Iterable[int]) -> str:
+    runs = [(length, len(list(group))) for length, group in itertools.groupby(lengths)]
+    return ",".join(str(n) if count == 1 else f"{n}x{count}" for n, count in runs)
 
 
 def _parse_lengths(text: str) -> tuple[int, ...]:
@@ -240,13 +307,13 @@ def make_inputs(problem: Problem, manifest: Manifest, device: str | torch.device
         if i == problem.nan_request:
             values[length // 2 : length // 2 + 1] = math.nan
         cache[block_table[i, tokens // page_size].long(), tokens % page_size] = values.to(dtype)
-    out, out_guards = _poisoned((b, s_q, h_q, manifest.d_v), dtype, device)
-    lse, lse_guards = _poisoned((b, h_q, s_q), torch.float32, device)
+    out, out_guards = poisoned((b, s_q, h_q, manifest.d_v), dtype, device)
+    lse, lse_guards = poisoned((b, h_q, s_q), torch.float32, device)
     kv_cache = cache.squeeze(2) if problem.cache_3d else cache
     return Inputs(q, kv_cache, block_table, lengths, out, lse, (*out_guards, *lse_guards))
 
 
-def _poisoned(
+def poisoned(
     shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """Give a tensor full of NaN, and the NaN around it."""
@@ -479,13 +546,13 @@ def run_problem(mla: Decoder, problem: Problem, device: str | torch.device = "cu
 # ---- Shrinking -------------------------------------------------------------------------------------------------------
 
 
-def shrink(problem: Problem, fails: Callable[[Problem], bool], max_runs: int = _SHRINK_RUNS) -> Problem:
+def shrink(problem: _S, fails: Callable[[_S], bool], max_runs: int = _SHRINK_RUNS) -> _S:
     """Make a failing problem simpler, step by step, for as long as it fails and at most `max_runs` are tried."""
     runs = 0
     progress = True
     while progress:
         progress = False
-        for candidate in _simpler(problem):
+        for candidate in problem.simpler():
             if runs == max_runs:
                 return problem
             runs += 1
@@ -496,36 +563,7 @@ def shrink(problem: Problem, fails: Callable[[Problem], bool], max_runs: int = _
     return problem
 
 
-def _simpler(problem: Problem) -> Iterator[Problem]:
-    """Give problems that are simpler by one step, the large steps first."""
-
-    def change(**fields: object) -> Iterator[Problem]:
-        # What a step makes impossible, such as heads that no longer divide, is no step.
-        try:
-            candidate = dataclasses.replace(problem, **fields)  # type: ignore[arg-type]
-        except ValueError:
-            return
-        if candidate != problem:
-            yield candidate
-
-    for lengths in _fewer(problem.lengths):
-        yield from change(lengths=lengths, nan_request=-1)
-        yield from change(lengths=lengths)
-    for each in dataclasses.fields(Problem):
-        if each.name not in {"lengths", "s_q", "h_q", "seed"}:
-            yield from change(**{each.name: each.default})
-    for smaller in _lower(problem.s_q, 1):
-        yield from change(s_q=smaller)
-    for smaller in _lower(problem.h_q, 1):
-        yield from change(h_q=smaller)
-        yield from change(h_q=smaller, h_kv=1)
-    yield from change(lengths=tuple(length // 2 for length in problem.lengths))
-    for i, length in enumerate(problem.lengths):
-        for smaller in _lower(length, 0):
-            yield from change(lengths=(*problem.lengths[:i], smaller, *problem.lengths[i + 1 :]))
-
-
-def _fewer(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def fewer(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Leave out halves, quarters, ... and at last single requests."""
     size = len(lengths) // 2
     while size:
@@ -534,7 +572,7 @@ def _fewer(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
         size //= 2
 
 
-def _lower(value: int, least: int) -> Iterator[int]:
+def lower(value: int, least: int) -> Iterator[int]:
     """Give smaller numbers, the smallest first, and close ones last."""
     yield from sorted({n for n in (least, value // 4, value // 2, value * 3 // 4, value - 1) if least <= n < value})
 
@@ -543,31 +581,31 @@ def _lower(value: int, least: int) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class Failure:
+class Failure(Generic[_J]):
     """A problem whose result was not accepted."""
 
-    found: Problem
-    problem: Problem
+    found: _J
+    problem: _J
     """The same made as small as it still fails."""
     errors: Errors
     """Of the small one."""
 
 
 @dataclass
-class Report:
+class Report(Generic[_J]):
     """What came of a verification: the worst errors for each kind of problem, and the first failure."""
 
     problems: int = 0
     worst: dict[str, Errors] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    failure: Failure | None = None
+    failure: Failure[_J] | None = None
 
     @property
     def ok(self) -> bool:
         """Whether every result was accepted."""
         return self.failure is None
 
-    def add(self, problem: Problem, errors: Errors) -> None:
+    def add(self, problem: _J, errors: Errors) -> None:
         """Take in the errors of one problem."""
         self.problems += 1
         kind = problem.kind
@@ -591,7 +629,7 @@ def verify(
     *,
     device: str | torch.device = "cuda",
     max_tokens: int = 1 << 18,
-) -> Report:
+) -> Report[Problem]:
     """Run random problems, `examples` of them; `seed` decides which. See `verify_problems`."""
     return verify_problems(mla, random_problems(mla.manifest, examples, seed, max_tokens), progress, device=device)
 
@@ -602,31 +640,34 @@ def verify_problems(
     progress: Callable[[Problem], None] | None = None,
     *,
     device: str | torch.device = "cuda",
-) -> Report:
+) -> Report[Problem]:
+    """Run decode problems until one fails; see `verify_by`."""
+    return verify_by(lambda problem: run_problem(mla, problem, device), problems, progress, device)
+
+
+def verify_by(
+    run: Callable[[_J], Errors],
+    problems: Iterable[_J],
+    progress: Callable[[_J], None] | None,
+    device: str | torch.device,
+) -> Report[_J]:
     """Run problems until one fails, which is then shrunk. `progress` is called with each before it runs.
 
     Shrinking stops early where a fault of the kernel has left the device unusable.
     """
-    report = Report()
+    report: Report[_J] = Report()
     for problem in problems:
         if progress is not None:
             progress(problem)
-        errors = run_problem(mla, problem, device)
+        errors = run(problem)
         report.add(problem, errors)
         if not errors.ok:
-            small = shrink(problem, _failing(mla, device)) if usable(device) else problem
-            if small != problem:
-                errors = run_problem(mla, small, device)
+            small = shrink(problem, lambda candidate: usable(device) and not run(candidate).ok)
+            if small != problem and usable(device):
+                errors = run(small)
             report.failure = Failure(problem, small, errors)
             break
     return report
-
-
-def _failing(mla: Decoder, device: str | torch.device) -> Callable[[Problem], bool]:
-    def fails(problem: Problem) -> bool:
-        return usable(device) and not run_problem(mla, problem, device).ok
-
-    return fails
 
 
 def usable(device: str | torch.device) -> bool:

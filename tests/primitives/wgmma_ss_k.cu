@@ -35,11 +35,13 @@ extern "C" __global__ void __launch_bounds__(128)
   load_operands(a_map, b_map, bar, a, 2, 64 * 128, b, 2, n * 128);
   if (fp16) {
     if (n == 64) product<Fp16, 64>(a, b, c, out, accumulate);
+    if (n == 80) product<Fp16, 80>(a, b, c, out, accumulate);
     if (n == 128) product<Fp16, 128>(a, b, c, out, accumulate);
     if (n == 192) product<Fp16, 192>(a, b, c, out, accumulate);
     if (n == 256) product<Fp16, 256>(a, b, c, out, accumulate);
   } else {
     if (n == 64) product<Bf16, 64>(a, b, c, out, accumulate);
+    if (n == 80) product<Bf16, 80>(a, b, c, out, accumulate);
     if (n == 128) product<Bf16, 128>(a, b, c, out, accumulate);
     if (n == 192) product<Bf16, 192>(a, b, c, out, accumulate);
     if (n == 256) product<Bf16, 256>(a, b, c, out, accumulate);

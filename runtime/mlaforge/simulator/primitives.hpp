@@ -500,6 +500,7 @@ inline std::uint32_t swizzled(std::uint32_t address, std::uint32_t bytes) {
 }  // namespace sim
 
 inline void tma_prefetch(const TensorMap&) {}
+inline void tma_prefetch_4d(const TensorMap&, int, int, int, int) {}
 
 namespace sim {
 
@@ -698,8 +699,8 @@ void wgmma_wait(Where where = Where::current()) {
   sim::together("wgmma wait", where, [&where] { sim::machine->wait_matmuls(Pending, where); });
   sim::machine->see_matmuls();
 }
-template <int Count>
-void wgmma_fence_operand(float (&)[Count]) {}
+template <class T, int Count>
+void wgmma_fence_operand(T (&)[Count]) {}
 
 namespace sim {
 
@@ -867,8 +868,9 @@ void matmul(float* d, const uint32_t* a_registers, std::uint64_t a, std::uint64_
 
 }  // namespace sim
 
-template <class Element, int N>
-void wgmma_ss_k(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, Where where = Where::current()) {
+template <class Element, int N, int Count>
+void wgmma_ss_k(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate, Where where = Where::current()) {
+  static_assert(N / 2 <= Count, "D holds the columns");
   sim::matmul<Element, N, false>(d, nullptr, a, b, accumulate, where);
 }
 template <class Element, int N>
