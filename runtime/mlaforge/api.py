@@ -23,10 +23,10 @@ from mlaforge.simulator import Simulator, SimulatorOptions
 
 
 class MLA:
-    """The kernels of one MLA configuration, compiled."""
+    """The kernels of one MLA configuration. Decode is compiled at once, each of the others when it is first called."""
 
     def __init__(self, manifest: Manifest, backend: Cuda | Simulator) -> None:
-        """Compile the kernels of a manifest; `load` is the usual way here."""
+        """Compile decode; `load` is the usual way here."""
         self.manifest = manifest
         self.backend = backend
         self._runner = DecodeRunner(manifest, backend)

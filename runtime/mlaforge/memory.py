@@ -112,15 +112,10 @@ def _touched(tensors: _Tensors, written: Sequence[str]) -> list[LaunchTensor]:
 
 
 class MemoryKernels:
-    """The compiled kernels of one manifest and the calls that run them."""
+    """The kernels of one manifest and the calls that run them. Each is compiled when it is first called."""
 
     def __init__(self, manifest: Manifest, backend: Cuda | Simulator, key: str) -> None:
-        """Compile the kernels for a backend, or take them from the cache; the operators know them by `key`.
-
-        Raises:
-            CompileError: a kernel does not compile.
-            ToolchainError: the compiler or its headers are missing.
-        """
+        """Describe them; the operators know them by `key`."""
         self.manifest = manifest
         self.key = key
         self._backend = backend
@@ -129,12 +124,8 @@ class MemoryKernels:
         self._rank = int(manifest.model["kv_lora_rank"])
         self._rope = int(manifest.model["qk_rope_head_dim"])
         self._kernels: dict[str, CudaKernel | SimulatedKernel] = {}
-        if isinstance(backend, Cuda):
-            for name in ("gather", "append", "merge"):
-                self._kernel(name)
 
     def _kernel(self, name: str) -> CudaKernel | SimulatedKernel:
-        """Give a kernel. Under the simulator, whose compiler takes seconds for each, it is made at its first call."""
         kernel = self._kernels.get(name)
         if kernel is None:
             facts = self.manifest.kernels[name]

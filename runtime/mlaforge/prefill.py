@@ -64,15 +64,10 @@ class _Call:
 
 
 class PrefillRunner:
-    """The compiled prefill kernel of one manifest and the call that runs it."""
+    """The prefill kernel of one manifest and the call that runs it. It is compiled when it is first called."""
 
     def __init__(self, manifest: Manifest, kernel: Kernel, backend: Cuda | Simulator, key: str) -> None:
-        """Compile the kernel for a backend, or take it from the cache; the operators know it by `key`.
-
-        Raises:
-            CompileError: the kernel does not compile.
-            ToolchainError: the compiler or its headers are missing.
-        """
+        """Describe it; the operators know it by `key`."""
         self.manifest = manifest
         self.kernel = kernel
         self.key = key
@@ -83,11 +78,8 @@ class PrefillRunner:
         self._backend = backend
         self._calls: dict[tuple[object, ...], _Call] = {}
         self._made: CudaKernel | SimulatedKernel | None = None
-        if isinstance(backend, Cuda):
-            self._launcher()
 
     def _launcher(self) -> CudaKernel | SimulatedKernel:
-        """Give the kernel. Under the simulator, whose compiler takes seconds, it is made at its first call."""
         if self._made is None:
             facts = self.kernel
             self._made = self._backend.kernel(
