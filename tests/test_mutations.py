@@ -108,7 +108,7 @@ MUTATIONS = (
     Mutation("only one thread has waited for the others' results", "    named_barrier_sync(Barrier, kMergeThreads);\n    const int units", "    const int units", "by another block of this kernel", file="splits.cuh"),
     Mutation("the counter does not go back to zero", "store_global(arrived, 0)", "store_global(arrived, 1)", LEFT, file="splits.cuh"),
     Mutation("weights are used before they are there", "    named_barrier_sync(Barrier, kMergeThreads);\n  }\n\n  // As many", "  }\n\n  // As many", RACE, file="splits.cuh"),
-    Mutation("a share begins a unit late", "units * k / split.splits,", "units * k / split.splits + 1,", WRONG, file="splits.cuh"),
+    Mutation("a share begins a unit late", "quotient(units * k, split.splits),", "quotient(units * k, split.splits) + 1,", WRONG, file="splits.cuh"),
     Mutation("a weight of the split before", "w = load_shared_f32(weight + 4 * sharing * i)", "w = load_shared_f32(weight + 4 * sharing * (i > 0 ? i - 1 : 0))", WRONG, file="splits.cuh"),
     # Bytes
     Mutation("fewer bytes are expected than copied", "boxes * C::kBoxTokens * Count * 128);", "boxes * C::kBoxTokens * (Count - 1) * 128);", "", file="decode.cuh"),
@@ -121,7 +121,7 @@ MUTATIONS = (
     Mutation("the strip begins a subtile early", "First / 64 * kSubtileBytes + kInSubtile * 2", "First / 64 * kSubtileBytes", WRONG),
     Mutation("a block behind the last is fetched", "for (int block = item.first_block; block < end; ++block) {\n      mbarrier_wait(empty", "for (int block = item.first_block; block < end + 1; ++block) {\n      mbarrier_wait(empty", ""),
     Mutation("both uses of the shared buffer at once", "const int ropes = 3 - exchanges;", "const int ropes = 2;", f"{RACE}|{WRONG}"),
-    Mutation("a partial result of the wrong slot", "k == 0 ? opened_slot(part)", "k == 0 ? continued_slot(part)", f"{WRONG}|{UNINITIALISED}", file="splits.cuh"),
+    Mutation("a partial result of the wrong slot", "return k == 0 ? 0 :", "return k == 0 ? -1 :", f"{WRONG}|{UNINITIALISED}", file="splits.cuh"),
     Mutation("a partial result that no part has left", "k < split.splits ? load_global", "k < split.splits + 1 ? load_global", "this load reads byte .* of workspace, which is uninitialised|out of bounds", file="splits.cuh"),
     Mutation("a row beyond the request is stored", "tile.holds(r));\n    } else", "true);\n    } else", "", file="decode.cuh"),
     # Arithmetic

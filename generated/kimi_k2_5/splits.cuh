@@ -48,6 +48,11 @@ constexpr int kMergeThreads = 32 * kMergeWarps;
 constexpr int kMergeColumns = 4 * 32;  // that a warp has of a row: a unit of this work
 constexpr int kMergeLoads = 18;        // of 16 bytes, in flight in a thread
 constexpr int kMaxSplits = kMergeWarps * kMergeLoads;
+constexpr int kMergeUnits = kMergeLoads / 2;  // a warp has no more of them at once
+constexpr int kExchangeBytes = kMergeWarps * kMergeUnits * kMergeColumns * 4;
+// Weights of every partial row of a share: of r rows and s splits, at most r / s + 2 rows of what s is padded to.
+template <class C>
+constexpr int kMergeScratch = kExchangeBytes + 4 * (C::kRows / 3 + 2) * kMergeLoads + 4 * 2 * kMaxSplits;
 
 // One part's share in the merge of one request. `sharing` warps have a unit together, each at most `Each` of its splits.
 template <class C, int Barrier>
@@ -57,14 +62,16 @@ struct Merge {
   const Output& o;
   const RowTile<C>& tile;
   Split split;
-  smem_t exchange;  // kMergeWarps x kMergeColumns float32
+  smem_t exchange;  // kMergeWarps x kMergeUnits x kMergeColumns float32
   smem_t weights;   // of every partial row of the share
   int begin, end;   // units
 
   MLAFORGE_DEVICE int first_row() const { return begin / kUnitsPerRow; }
+  // The slot of split k, counted from that of the first: the parts behind it have continued what it opened.
+  MLAFORGE_DEVICE static int slots_behind(int k) { return k == 0 ? 0 : continued_slot(k) - opened_slot(0); }
+  MLAFORGE_DEVICE static int64_t slot_floats() { return static_cast<int64_t>(gridDim.x) * C::kRows * C::kHeadDimV; }
   MLAFORGE_DEVICE int64_t partial_row(int k, int r) const {
-    const int part = split.first_part + k;
-    return tile.partial_row(k == 0 ? opened_slot(part) : continued_slot(part), r);
+    return tile.partial_row(opened_slot(split.first_part) + slots_behind(k), r);
   }
 
   // What each partial row counts, `padded` of them with zeros, and the row's log-sum-exp. A warp has a row.
@@ -104,14 +111,14 @@ struct Merge {
   }
 
   // As many units at once as loads fit. What is loaded beyond the last split or unit counts nothing: a branch for each
-  // load would take more than it saves.
+  // load would take more than it saves. Sums go through shared memory, where the first of the sharing warps finds them.
   template <int Each>
   MLAFORGE_DEVICE void sum(int sharing) const {
     constexpr int kAtOnce = kMergeLoads / Each;
-    const int padded = sharing * Each;
-    const int member = warp_id() % sharing;
-    const int group = warp_id() / sharing;
-    const int groups = kMergeWarps / sharing;
+    const int member = warp_id() & (sharing - 1);  // a power of two
+    const int group = quotient(warp_id(), sharing);
+    const int groups = quotient(kMergeWarps, sharing);
+    const smem_t mine = exchange + (warp_id() * kMergeUnits * 32 + lane_id()) * 16;
 #pragma unroll 1
     for (int first = begin; first < end; first += groups * kAtOnce) {
       const int unit = first + group * kAtOnce;
@@ -119,18 +126,18 @@ struct Merge {
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
         const int at = unit + u < end ? unit + u : end - 1;
-        const int column = at % kUnitsPerRow * kMergeColumns + 4 * lane_id();
+        const float* from = o.partial_out + partial_row(0, at / kUnitsPerRow) * C::kHeadDimV +
+                            at % kUnitsPerRow * kMergeColumns + 4 * lane_id();
 #pragma unroll
         for (int i = 0; i < Each; ++i) {
           const int k = member + sharing * i < split.splits ? member + sharing * i : split.splits - 1;
-          load_global_v4(o.partial_out + partial_row(k, at / kUnitsPerRow) * C::kHeadDimV + column, x[u][i]);
+          load_global_v4(from + slots_behind(k) * slot_floats(), x[u][i]);
         }
       }
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
         const int at = unit + u < end ? unit + u : end - 1;
-        const int r = at / kUnitsPerRow;
-        const smem_t weight = weights + 4 * ((r - first_row()) * padded + member);
+        const smem_t weight = weights + 4 * ((at / kUnitsPerRow - first_row()) * (sharing * Each) + member);
         float acc[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int i = 0; i < Each; ++i) {
@@ -138,24 +145,26 @@ struct Merge {
 #pragma unroll
           for (int e = 0; e < 4; ++e) acc[e] = fmaf(w, x[u][i][e], acc[e]);
         }
-        if (Each == kMergeLoads && sharing > 1) {
-          store_shared_v4(exchange + (warp_id() * 32 + lane_id()) * 16, acc);
-          named_barrier_sync(Barrier, kMergeThreads);
-#pragma unroll 1
-          for (int other = 1; member == 0 && other < sharing; ++other) {
-            float more[4];
-            load_shared_v4(exchange + ((warp_id() + other) * 32 + lane_id()) * 16, more);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) acc[e] += more[e];
-          }
-          named_barrier_sync(Barrier, kMergeThreads);
-        }
-        if (member == 0 && unit + u < end) {
-          const int column = at % kUnitsPerRow * kMergeColumns + 4 * lane_id();
-          store_global_v2(o.row_at(tile, split.request, r) + 2 * column, pack2<typename C::Element>(acc[0], acc[1]),
-                          pack2<typename C::Element>(acc[2], acc[3]));
-        }
+        store_shared_v4(mine + u * 512, acc);
       }
+      if (sharing > 1) named_barrier_sync(Barrier, kMergeThreads);
+#pragma unroll 1
+      for (int u = 0; member == 0 && u < kAtOnce && unit + u < end; ++u) {
+        float acc[4];
+        load_shared_v4(mine + u * 512, acc);
+#pragma unroll 1
+        for (int other = 1; other < sharing; ++other) {
+          float more[4];
+          load_shared_v4(mine + other * (kMergeUnits * 512) + u * 512, more);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc[e] += more[e];
+        }
+        const int r = (unit + u) / kUnitsPerRow;
+        const int column = (unit + u) % kUnitsPerRow * kMergeColumns + 4 * lane_id();
+        store_global_v2(o.row_at(tile, split.request, r) + 2 * column, pack2<typename C::Element>(acc[0], acc[1]),
+                        pack2<typename C::Element>(acc[2], acc[3]));
+      }
+      if (sharing > 1) named_barrier_sync(Barrier, kMergeThreads);
     }
   }
 
@@ -174,7 +183,8 @@ struct Merge {
 };
 
 // Announces this part's partial results, stored before, and merges its shares of the requests that it shares. Called by
-// the first kMergeThreads threads; `scratch` is shared memory that nobody uses any more. `arrivals` counts, for each tile
+// the first kMergeThreads threads; `scratch` is kMergeScratch bytes that nobody uses any
+// more. `arrivals` counts, for each tile
 // and part, who has stored and then who has gone on: the last one leaves a zero for the next launch.
 template <class C, class Policy, int Barrier>
 MLAFORGE_DEVICE void merge_splits(smem_t splits, smem_t schedule, smem_t scratch, const Output& o, const RowTile<C>& tile,
@@ -208,9 +218,9 @@ MLAFORGE_DEVICE void merge_splits(smem_t splits, smem_t schedule, smem_t scratch
                                   tile,
                                   split,
                                   scratch,
-                                  scratch + kMergeWarps * kMergeColumns * 4,
-                                  units * k / split.splits,
-                                  units * (k + 1) / split.splits};
+                                  scratch + kExchangeBytes,
+                                  quotient(units * k, split.splits),
+                                  quotient(units * (k + 1), split.splits)};
     merge.run();
     named_barrier_sync(Barrier, kMergeThreads);
   }

@@ -65,6 +65,7 @@ constexpr int kOffsetBarriers = 230080;  // 192: mbarriers, in the order of the 
 constexpr int kOffsetScratch = 221184;  // 152: prefix sums, extremes
 constexpr int kSubtileBytes = kTokens * 128;
 constexpr int kProbabilityBytes = kRows * kTokens * 2;
+static_assert(kMergeScratch<Config> <= kOffsetFactors, "parts merge in the room of the tiles and of P");
 static_assert(kOffsetBarriers % 8 == 0, "mbarriers are words of 8 bytes");
 static_assert(kOffsetShared == kOffsetRope + kSubtilesRope * kSubtileBytes && kOffsetShared == kOffsetP - kProbabilityBytes,
               "the shared buffer follows the one and comes before the other");
@@ -535,8 +536,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       accumulate(base, tile, output, exchanges);
     }
     // Whoever has read the last item knows what the walker wrote before it.
-    merge_splits<Config, Policy, kMergeBarrier>(base + kOffsetSplits, base + kOffsetSchedule, base + kOffsetTiles, output,
-                                                tile, arrivals, part);
+    merge_splits<Config, Policy, kMergeBarrier>(base + kOffsetSplits, base + kOffsetSchedule, base, output, tile, arrivals,
+                                                part);
   }
 }
 
