@@ -56,7 +56,7 @@ class Tile:
     strip: int = 0
     """Columns of O that the warpgroup of the scores accumulates, the last ones, where the rest has one of its own."""
     ring_subtiles: int = 0
-    """Subtiles of K in shared memory, where each is loaded and given back by itself; `stages` are whole tiles of them."""
+    """Subtiles of K in shared memory, where each is loaded and given back by itself; `stages` whole tiles of them."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,10 @@ class Plan:
         """All decode kernels, fewest rows first."""
         return (*self.narrow_decodes, self.decode)
 
+    def decode_for(self, rows: int) -> DecodePlan:
+        """Give the decode kernel of a call with so many rows, s_q x heads of a kv head: the runtime's choice."""
+        return next((each for each in self.narrow_decodes if rows <= each.tile.rows), self.decode)
+
     def to_json(self) -> dict[str, Any]:
         """Give the plan as plain data."""
         return {
@@ -241,21 +245,15 @@ def make_plan(spec: Spec) -> Plan:
     if schedule == "auto":
         schedule, why = _schedule(spec, tokens, target)
         choices.append(Choice("kernels.decode.schedule", schedule, why))
-    rows = options.tile_rows
-    if rows == "auto":
-        rows, why = _tile_rows(spec, schedule)
-        choices.append(Choice("kernels.decode.tile_rows", str(rows), why))
-    if rows not in TILE_ROWS[schedule]:
-        allowed = " or ".join(map(str, TILE_ROWS[schedule]))
-        raise SpecError(
-            [spec.problem("kernels.decode.tile_rows", f"the {schedule} schedule has tiles of {allowed} rows; got {rows}")]
-        )
+    allowed = TILE_ROWS[schedule]
+    rows = _tile_rows(spec, schedule) if options.tile_rows == "auto" else options.tile_rows
+    if rows not in allowed:
+        offered = " or ".join(map(str, allowed))
+        problem = f"the {schedule} schedule has tiles of {offered} rows; got {rows}; use {offered} or another schedule"
+        raise SpecError([spec.problem("kernels.decode.tile_rows", problem)])
     stages = _stages(spec, schedule, rows, tokens, target)
     if stages is None:
         raise SpecError([_no_stages(spec, schedule, rows, tokens, target)])
-    if options.stages == "auto":
-        why = f"as many tiles as fit in {target.smem_per_block:,} B, at most {MAX_STAGES}"
-        choices.append(Choice("kernels.decode.stages", str(stages), why))
     decode = _decode(spec, target, "decode", schedule, rows, tokens, stages)
 
     narrow: list[DecodePlan] = []
@@ -264,26 +262,31 @@ def make_plan(spec: Spec) -> Plan:
             fewer = _stages(spec, "swapped", few, tokens, target, at_most=True)
             if fewer is not None:
                 narrow.append(_decode(spec, target, f"decode_{few}", "swapped", few, tokens, fewer))
+    if options.tile_rows == "auto":
+        why = (
+            f"N of WGMMA, for {spec.heads_per_rank} heads" if len(allowed) > 1 else "M of WGMMA; fewer rows are padded"
+        )
         if narrow:
-            for_rows = " and ".join(f"{each.tile.rows}" for each in narrow)
-            why = (
-                f"calls of at most {for_rows} rows (s_q x heads per kv head): rows along N of WGMMA, where few of them "
-                "take less energy than rows filled up to 64"
+            few_rows = " and ".join(str(each.tile.rows) for each in narrow)
+            why += (
+                f", so calls of at most {few_rows} rows (s_q x heads of a kv head) take kernels of their own, where "
+                "rows are N (schedule swapped): padding costs energy"
             )
-            choices.append(Choice("kernels.decode, narrower", ", ".join(each.file for each in narrow), why))
+        rows_of_all = ", ".join(str(each.tile.rows) for each in (decode, *reversed(narrow)))
+        choices.append(Choice("kernels.decode.tile_rows", rows_of_all, why))
+    if options.stages == "auto":
+        why = f"as many tiles as fit in {target.smem_per_block:,} B, at most {MAX_STAGES}"
+        stages_of_all = ", ".join(str(each.tile.stages) for each in (decode, *reversed(narrow)))
+        choices.append(Choice("kernels.decode.stages", stages_of_all, why))
     kernels = plan_kernels(spec, target)
     choices += [choice for kernel in kernels for choice in kernel.choices]
     return Plan(spec, target, spec.softmax_scale, decode, tuple(narrow), kernels, tuple(choices))
 
 
-def _tile_rows(spec: Spec, schedule: str) -> tuple[int, str]:
-    """Choose the rows of a tile and say why."""
+def _tile_rows(spec: Spec, schedule: str) -> int:
+    """Choose the rows of a tile: the fewest that hold a token's heads."""
     allowed = TILE_ROWS[schedule]
-    if len(allowed) == 1:
-        return allowed[0], "M of WGMMA; fewer rows are padded"
-    heads = spec.heads_per_rank
-    rows = next((each for each in allowed if heads <= each), allowed[-1])
-    return rows, f"N of WGMMA, for {heads} heads"
+    return next((rows for rows in allowed if spec.heads_per_rank <= rows), allowed[-1])
 
 
 def _decode(spec: Spec, target: Target, name: str, schedule: str, rows: int, tokens: int, stages: int) -> DecodePlan:
@@ -698,9 +701,7 @@ _MIN_STAGES = {"plain": 1, "skewed": 2, "swapped": 1}
 """With one stage the skewed schedule would wait for a tile that waits for the strip of the one before."""
 
 
-def _stages(
-    spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *, at_most: bool = False
-) -> int | None:
+def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *, at_most: bool = False) -> int | None:
     """How many stages a schedule gets: those that the spec asks for, or as many as fit; None if it can't have them.
 
     With `at_most` those that the spec asks for are a limit.

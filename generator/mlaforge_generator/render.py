@@ -77,6 +77,7 @@ def _decode(decode: DecodePlan) -> dict[str, Any]:
         "smem_bytes": decode.smem.total,
         "tile_rows": decode.tile.rows,
         "tile_tokens": decode.tile.tokens,
+        "stages": decode.tile.stages,
         "fixed_overhead_blocks": decode.schedule.fixed_overhead_blocks,
         "max_parts": decode.max_parts,
         "boxes": {each.tensor: list(each.box) for each in decode.tensor_maps},

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from .cost import CacheSize, DecodeCost, binary_bytes, decimal_bytes
 from .memory_plan import MemoryPlan
-from .plan import Plan, SmemMap
+from .plan import DecodePlan, Plan, SmemMap
+from .target import Target
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Sequence[object]], caption: str | None = None) -> Table:
@@ -69,49 +70,16 @@ def plan_tables(
         yield table(
             "Left to the planner", ("field", "chosen", "why"), ((c.field, c.value, c.why) for c in plan.choices)
         )
-    yield _smem_table(decode.smem)
-    yield table(
-        "mbarriers",
-        ("name", "count>", "arrivals>", "TMA bytes>", "completes when"),
-        ((m.name, m.count, m.arrivals, f"{m.bytes:,}" if m.bytes else "-", m.what) for m in decode.mbarriers),
-    )
-    yield table(
-        "Named barriers",
-        ("constant", "ids>", "threads>", "passed when"),
-        (
-            (n.constant, n.id if n.count == 1 else f"{n.id}..{n.id + n.count - 1}", n.threads, n.what)
-            for n in decode.named_barriers
-        ),
-    )
-    yield table(
-        "Tensor maps",
-        ("parameter", "tensor", "dimensions, innermost first", "box>", "swizzle"),
-        (
-            (t.parameter, t.tensor, ", ".join(t.dims), " x ".join(map(str, t.box)), f"{t.swizzle_bytes} B")
-            for t in decode.tensor_maps
-        ),
-    )
-    used = sum(role.warps * 32 * role.registers for role in decode.roles)
-    yield table(
-        "Warps",
-        ("role", "warps>", "registers>", "does"),
-        ((role.name, role.warps, role.registers, role.what) for role in decode.roles),
-        caption=f"{used:,} of the SM's {target.registers_per_sm:,} registers",
-    )
-    available = {role.name: role.registers for role in decode.roles}
-    for name in dict.fromkeys(use.role for use in decode.registers):
-        uses = [use for use in decode.registers if use.role == name]
-        yield table(
-            f"Registers of a thread of {name}, estimated",
-            ("for", "registers>"),
-            [*((use.what, use.registers) for use in uses), ("all", sum(use.registers for use in uses))],
-            caption=f"{available[name]} are there",
-        )
+    for each in reversed(plan.decodes):
+        if plan.narrow_decodes:
+            what = f"{each.file}: schedule {each.schedule_name}, tiles of {each.tile.rows} x {each.tile.tokens}"
+            yield Text(f"\n{what}", style="bold")
+        yield from _decode_tables(each, target)
     yield table(
         "Launch",
         ("kernel", "threads>", "grid"),
         (
-            (decode.entry, decode.launch.threads, ", ".join(decode.launch.grid)),
+            *((each.entry, each.launch.threads, ", ".join(each.launch.grid)) for each in reversed(plan.decodes)),
             *((kernel.entry, kernel.threads, ", ".join(kernel.grid)) for kernel in plan.kernels),
         ),
     )
@@ -170,6 +138,47 @@ def plan_tables(
         ),
         caption=None if spec.tensor_parallel == 1 else "of all ranks together; each rank holds all of MLA's",
     )
+
+
+def _decode_tables(decode: DecodePlan, target: Target) -> Iterator[Table]:
+    yield _smem_table(decode.smem)
+    yield table(
+        "mbarriers",
+        ("name", "count>", "arrivals>", "TMA bytes>", "completes when"),
+        ((m.name, m.count, m.arrivals, f"{m.bytes:,}" if m.bytes else "-", m.what) for m in decode.mbarriers),
+    )
+    yield table(
+        "Named barriers",
+        ("constant", "ids>", "threads>", "passed when"),
+        (
+            (n.constant, n.id if n.count == 1 else f"{n.id}..{n.id + n.count - 1}", n.threads, n.what)
+            for n in decode.named_barriers
+        ),
+    )
+    yield table(
+        "Tensor maps",
+        ("parameter", "tensor", "dimensions, innermost first", "box>", "swizzle"),
+        (
+            (t.parameter, t.tensor, ", ".join(t.dims), " x ".join(map(str, t.box)), f"{t.swizzle_bytes} B")
+            for t in decode.tensor_maps
+        ),
+    )
+    used = sum(role.warps * 32 * role.registers for role in decode.roles)
+    yield table(
+        "Warps",
+        ("role", "warps>", "registers>", "does"),
+        ((role.name, role.warps, role.registers, role.what) for role in decode.roles),
+        caption=f"{used:,} of the SM's {target.registers_per_sm:,} registers",
+    )
+    available = {role.name: role.registers for role in decode.roles}
+    for name in dict.fromkeys(use.role for use in decode.registers):
+        uses = [use for use in decode.registers if use.role == name]
+        yield table(
+            f"Registers of a thread of {name}, estimated",
+            ("for", "registers>"),
+            [*((use.what, use.registers) for use in uses), ("all", sum(use.registers for use in uses))],
+            caption=f"{available[name]} are there",
+        )
 
 
 def _smem_table(smem: SmemMap) -> Table:

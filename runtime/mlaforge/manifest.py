@@ -52,6 +52,8 @@ class DecodeKernel:
     """Dynamic shared memory of a block."""
     tile_rows: int
     tile_tokens: int
+    stages: int
+    """Whole tiles of K in shared memory at once."""
     fixed_overhead_blocks: int
     max_parts: int
     """Parts that can share a request."""
@@ -123,12 +125,13 @@ class Manifest:
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files to compile."""
-        return tuple(kernel.source for kernel in (*self.decodes, *self.kernels.values()))
+        return (*(each.source for each in self.decodes), *(each.source for each in self.kernels.values()))
 
     @property
     def dynamic_smem(self) -> Mapping[Path, int]:
         """Dynamic shared memory of a block of each kernel, by its file."""
-        return {kernel.source: kernel.smem_bytes for kernel in (*self.decodes, *self.kernels.values())}
+        others = {kernel.source: kernel.smem_bytes for kernel in self.kernels.values()}
+        return {**{kernel.source: kernel.smem_bytes for kernel in self.decodes}, **others}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -178,10 +181,13 @@ def _decode(folder: Path, item: Mapping[str, Any]) -> DecodeKernel:
         smem_bytes=int(item["smem_bytes"]),
         tile_rows=int(item["tile_rows"]),
         tile_tokens=int(item["tile_tokens"]),
+        stages=int(item["stages"]),
         fixed_overhead_blocks=int(item["fixed_overhead_blocks"]),
         max_parts=int(item["max_parts"]),
         boxes={name: tuple(map(int, box)) for name, box in item["boxes"].items()},
-        regions=tuple(SmemRegion(str(each["name"]), int(each["offset"]), int(each["size"])) for each in item["regions"]),
+        regions=tuple(
+            SmemRegion(str(each["name"]), int(each["offset"]), int(each["size"])) for each in item["regions"]
+        ),
         mbarriers={int(each["offset"]): str(each["name"]) for each in item["mbarriers"]},
         roles=tuple(WarpRole(str(each["name"]), int(each["warps"])) for each in item["roles"]),
         parameters=_parameters(item["parameters"]),
