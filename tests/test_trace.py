@@ -125,7 +125,6 @@ CASES = [
     Case("minicpm3", "random"),
     Case("glm_5_3_flash", "lazy"),
     Case("deepseek_v3", "random", schedule="plain"),
-    Case("deepseek_v3", "random", schedule="swapped"),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
