@@ -58,6 +58,15 @@ def specs(draw: st.DrawFn) -> Spec:
         num_hidden_layers=draw(_optional(st.integers(1, 128))),
         rope_scaling=draw(_optional(rope_scalings())),
     )
+    schedule, tile_rows = draw(
+        st.sampled_from(
+            [
+                *(("auto", rows) for rows in ("auto", 64, 32, 16)),
+                *((each, rows) for each in ("plain", "skewed") for rows in ("auto", 64)),
+                *(("swapped", rows) for rows in ("auto", 32, 16)),
+            ]
+        )
+    )
     return Spec(
         name=draw(names()),
         model=model,
@@ -65,12 +74,7 @@ def specs(draw: st.DrawFn) -> Spec:
         cache=Cache(
             dtype=draw(st.sampled_from(["bf16", "fp16"])), page_size=draw(st.sampled_from([64, 1, 16, 32, 128]))
         ),
-        kernels=Kernels(
-            decode=Decode(
-                schedule=draw(st.sampled_from(["auto", "plain", "skewed"])),
-                tile_rows=draw(st.sampled_from(["auto", 64])),
-            )
-        ),
+        kernels=Kernels(decode=Decode.model_validate({"schedule": schedule, "tile_rows": tile_rows})),
     )
 
 

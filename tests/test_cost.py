@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge_generator.cost import binary_bytes, cache_sizes, decimal_bytes, decode_cost, split_counts
+from mlaforge_generator.cost import binary_bytes, cache_sizes, decimal_bytes, decode_cost, decode_energy, split_counts
 from mlaforge_generator.plan import Plan, SchedulePolicy, make_plan
 from mlaforge_generator.resources import find_spec
 from mlaforge_generator.spec import load_spec
@@ -60,7 +60,10 @@ def test_units_are_never_mixed(size: int, decimal: str, binary: str) -> None:
 @pytest.mark.parametrize(
     ("heads", "s_q", "useful", "padded", "memory_ns", "compute_ns", "bound"),
     [
-        (16, 1, 30.2, 120.9, 0.268, 0.176, "memory"),
+        # N of WGMMA: 16 rows take as long as 40 at its full rate, 32 as long as 48.
+        (16, 1, 30.2, 30.2, 0.268, 0.110, "memory"),
+        (16, 2, 60.5, 60.5, 0.268, 0.132, "memory"),
+        (20, 1, 37.8, 60.5, 0.268, 0.132, "memory"),
         (32, 2, 120.9, 120.9, 0.268, 0.176, "memory"),
         (64, 1, 120.9, 120.9, 0.268, 0.176, "memory"),
         (64, 2, 241.8, 241.8, 0.268, 0.353, "compute"),
@@ -81,15 +84,33 @@ def test_floors_of_a_cached_token(
 
 
 def test_a_call_counted_by_hand() -> None:
-    cost = decode_cost(plan_of(), batch=128, context=4096, heads=16)
-    assert cost.flops == 2 * 128 * 16 * 4096 * (576 + 512)
-    assert cost.padded_flops == 4 * cost.flops
+    cost = decode_cost(plan_of(), batch=128, context=4096, heads=48)
+    assert cost.flops == 2 * 128 * 48 * 4096 * (576 + 512)
+    assert 3 * cost.padded_flops == 4 * cost.flops
     assert cost.cache_bytes == 128 * 4096 * 1152
-    assert cost.io_bytes == 128 * 16 * (1152 + 1024 + 4)
+    assert cost.io_bytes == 128 * 48 * (1152 + 1024 + 4)
     # 128 requests of one length on 132 parts: a part for each, and 4 without work.
     assert cost.splits == 0
     assert cost.partial_bytes == 0
     assert cost.bytes == cost.cache_bytes + cost.io_bytes
+
+
+@pytest.mark.parametrize(("rows", "matrix_nj"), [(16, 37.1875), (32, 61.625), (64, 87.5)])
+def test_energy_of_the_products_of_few_rows(rows: int, matrix_nj: float) -> None:
+    plan = plan_of()
+    tile = plan.decode_for(rows).tile
+    energy = decode_energy(
+        plan.target,
+        d_qk=576,
+        d_v=512,
+        tile_rows=tile.rows,
+        tile_tokens=tile.tokens,
+        batch=64,
+        context=8192,
+        rows=rows,
+    )
+    # 36 products of 64 tokens, then 32 with V: 68 m64nNk16; of 64 rows 36 m64n64k16 and 8 m64n256k16.
+    assert energy.matrix_nj == pytest.approx(matrix_nj)
 
 
 def test_heads_default_to_those_of_a_rank() -> None:

@@ -7,7 +7,6 @@ ends in a fault of the machine or in a wrong result.
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +14,9 @@ import pytest
 import torch
 
 import mlaforge
+from folders import generate
 from mlaforge.simulator import Simulator, SimulatorOptions
 from mlaforge.verify import Problem, run_problem
-from mlaforge_generator.emit import write_folder
-from mlaforge_generator.plan import make_plan
-from mlaforge_generator.render import render
-from mlaforge_generator.resources import find_spec
-from mlaforge_generator.spec import Spec, load_spec
 
 GENERATED = Path(__file__).parents[1] / "generated"
 SPEC = "deepseek_v3"
@@ -141,7 +136,7 @@ MUTATIONS = (
 
 
 def mutated(mutation: Mutation, folder: Path) -> Path:
-    shutil.copytree(GENERATED / SPEC, folder)
+    generate(folder, SPEC, tile_rows=64)  # the problems have few rows, too
     path = folder / mutation.file
     text = path.read_text()
     start = text.index(mutation.behind) if mutation.behind else 0
@@ -204,18 +199,12 @@ SMALL_PROBLEMS = (
 )
 
 
-def plain_kernel(into: Path) -> Path:
-    """The schedule that no shipped spec chooses: generate it for the pair of the mutations."""
-    tree = load_spec(find_spec(SPEC)).model_dump(exclude_none=True)
-    tree["kernels"]["decode"]["schedule"] = "plain"
-    write_folder(into, render(make_plan(Spec.model_validate(tree))))
-    return into
-
-
-@pytest.mark.parametrize("folder", [*distinct_kernels(), None], ids=lambda folder: folder.name if folder else "plain")
-def test_the_unbroken_kernels_pass_random_schedules(folder: Path | None, tmp_path: Path) -> None:
-    """More than 200 in all; parts merge their results in a third of them."""
-    folder = folder or plain_kernel(tmp_path / "plain")
+@pytest.mark.parametrize(
+    ("name", "schedule"), [*((each.name, "auto") for each in distinct_kernels()), (SPEC, "plain")], ids=str
+)
+def test_the_unbroken_kernels_pass_random_schedules(name: str, schedule: str, tmp_path: Path) -> None:
+    """More than 200 in all; parts merge their results in a third of them. No shipped spec chooses plain."""
+    folder = generate(tmp_path / name, name, schedule=schedule, tile_rows=64)
     mla = mlaforge.load(folder, device="sim")
     for seed in range(SCHEDULES_EACH):
         mode, problem = MODES[seed % 3], SMALL_PROBLEMS[seed // 3 % len(SMALL_PROBLEMS)]

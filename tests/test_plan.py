@@ -14,23 +14,24 @@ from hypothesis import given
 from mlaforge_generator.block import SMEM_ALIGNMENT
 from mlaforge_generator.errors import SpecError
 from mlaforge_generator.kernel_plan import ELEMENT_BYTES
-from mlaforge_generator.plan import MAX_STAGES, Plan, make_plan
+from mlaforge_generator.plan import MAX_STAGES, DecodePlan, Plan, make_plan
 from mlaforge_generator.resources import find_spec, spec_dir
 from mlaforge_generator.spec import Spec, load_spec, parse_spec
+from mlaforge_generator.target import Target
 from strategies import specs
 
 SHIPPED = sorted(path.stem for path in spec_dir().glob("*.yaml"))
 
 
-def regions_fit(plan: Plan) -> None:
-    smem = plan.decode.smem
+def regions_fit(decode: DecodePlan, target: Target) -> None:
+    smem = decode.smem
     own = [region for region in smem.regions if region.alias_of is None]
     aliases = [region for region in smem.regions if region.alias_of is not None]
     for before, after in itertools.pairwise(sorted(own, key=lambda region: region.offset)):
         assert before.offset + before.size <= after.offset, (before, after)
     assert own[0].offset == 0 and all(region.size > 0 for region in smem.regions)
     assert max(region.offset + region.size for region in own) == smem.total
-    assert smem.total <= smem.limit == plan.target.smem_per_block
+    assert smem.total <= smem.limit == target.smem_per_block
     by_name = {region.name: region for region in own}
     assert len(by_name) == len(own) and len({region.constant for region in smem.regions}) == len(smem.regions)
     for alias in aliases:
@@ -38,8 +39,8 @@ def regions_fit(plan: Plan) -> None:
         assert host.offset <= alias.offset and alias.offset + alias.size <= host.offset + host.size
 
 
-def regions_are_aligned(plan: Plan) -> None:
-    regions = {region.name: region for region in plan.decode.smem.regions}
+def regions_are_aligned(decode: DecodePlan, target: Target) -> None:
+    regions = {region.name: region for region in decode.smem.regions}
     for name in ("Q", "Q rope", "K", "tile", "rope", "rope or P", "P"):
         if name in regions:
             assert regions[name].offset % SMEM_ALIGNMENT == 0, name
@@ -48,8 +49,7 @@ def regions_are_aligned(plan: Plan) -> None:
     assert all(region.offset % 16 == 0 for region in regions.values())
 
 
-def barriers_expect_what_the_regions_hold(plan: Plan) -> None:
-    decode = plan.decode
+def barriers_expect_what_the_regions_hold(decode: DecodePlan, target: Target) -> None:
     size = {region.name: region.size for region in decode.smem.regions}
     barriers = {barrier.name: barrier for barrier in decode.mbarriers}
     tile = decode.tile
@@ -65,7 +65,8 @@ def barriers_expect_what_the_regions_hold(plan: Plan) -> None:
         assert before.offset + 8 * before.count == after.offset
     assert decode.mbarriers[-1].offset + 8 * decode.mbarriers[-1].count == end
     assert size["barriers"] == 8 * sum(barrier.count for barrier in decode.mbarriers)
-    assert barriers["full"].count == barriers["empty"].count == decode.tile.stages
+    assert barriers["full"].count == barriers["empty"].count == (tile.ring_subtiles or tile.stages)
+    assert tile.ring_subtiles == 0 or tile.ring_subtiles // tile.subtiles == tile.stages
     # mbarriers count bytes of a phase in 20 bits.
     assert all(barrier.bytes < 1 << 20 for barrier in decode.mbarriers)
     ids = [n.id + i for n in decode.named_barriers for i in range(n.count)]
@@ -73,8 +74,7 @@ def barriers_expect_what_the_regions_hold(plan: Plan) -> None:
     assert all(n.threads % 32 == 0 and n.threads <= decode.launch.threads for n in decode.named_barriers)
 
 
-def boxes_bring_whole_tiles(plan: Plan) -> None:
-    decode = plan.decode
+def boxes_bring_whole_tiles(decode: DecodePlan, target: Target) -> None:
     tile = decode.tile
     assert tile.tokens % tile.box_tokens == 0
     assert tile.subtiles * 64 >= decode.d_qk > (tile.subtiles - 1) * 64
@@ -92,7 +92,8 @@ def boxes_bring_whole_tiles(plan: Plan) -> None:
         return sum(barriers[name].bytes for name in names if name in barriers)
 
     copies = tile.tokens // tile.box_tokens * tile.subtiles
-    assert copies * size("kv_cache") == bytes_of("full", "rope_full")
+    brought = bytes_of("full", "rope_full") * (tile.subtiles if tile.ring_subtiles else 1)
+    assert copies * size("kv_cache") == brought
     # Q comes by barriers of its own, or the columns of V as a tile.
     if "q_full" in barriers:
         assert tile.subtiles * size("q") == bytes_of("q_full")
@@ -100,8 +101,7 @@ def boxes_bring_whole_tiles(plan: Plan) -> None:
         assert tile.subtiles * size("q") == bytes_of("full", "q_rope_full")
 
 
-def registers_are_there(plan: Plan) -> None:
-    decode, target = plan.decode, plan.target
+def registers_are_there(decode: DecodePlan, target: Target) -> None:
     available = {role.name: role.registers for role in decode.roles}
     for name in {use.role for use in decode.registers}:
         assert sum(use.registers for use in decode.registers if use.role == name) <= available[name], name
@@ -119,13 +119,38 @@ def choices_are_the_fields_left_open(plan: Plan) -> None:
     assert all(choice.value and choice.why for choice in plan.choices)
 
 
-INVARIANTS: list[Callable[[Plan], None]] = [
+def narrower_kernels_stand_beside_what_is_left_open(plan: Plan) -> None:
+    options = plan.spec.kernels.decode
+    wanted = options.schedule == options.tile_rows == "auto"
+    assert [each.tile.rows for each in plan.narrow_decodes] == ([16, 32] if wanted else [])
+    assert [plan.decode_for(rows).tile.rows for rows in (1, 16, 17, 32, 33, 256)] == (
+        [16, 16, 32, 32, 64, 64] if wanted else [plan.decode.tile.rows] * 6
+    )
+    assert len({each.file for each in plan.decodes}) == len({each.entry for each in plan.decodes}) == len(plan.decodes)
+
+
+DECODE_INVARIANTS: list[Callable[[DecodePlan, Target], None]] = [
     regions_fit,
     regions_are_aligned,
     barriers_expect_what_the_regions_hold,
     boxes_bring_whole_tiles,
     registers_are_there,
+]
+
+
+def of_every_decode_kernel(invariant: Callable[[DecodePlan, Target], None]) -> Callable[[Plan], None]:
+    def check(plan: Plan) -> None:
+        for decode in plan.decodes:
+            invariant(decode, plan.target)
+
+    check.__name__ = invariant.__name__
+    return check
+
+
+INVARIANTS: list[Callable[[Plan], None]] = [
+    *map(of_every_decode_kernel, DECODE_INVARIANTS),
     choices_are_the_fields_left_open,
+    narrower_kernels_stand_beside_what_is_left_open,
 ]
 
 
@@ -168,6 +193,32 @@ def test_a_plan_is_plain_data() -> None:
     assert data["spec"]["model"]["kv_lora_rank"] == 512
 
 
+@pytest.mark.parametrize(("heads", "rows"), [(1, 16), (16, 16), (17, 32), (128, 32)])
+def test_a_swapped_kernel_by_itself_has_as_many_rows_as_heads(heads: int, rows: int) -> None:
+    tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
+    tree["model"]["num_attention_heads"] = heads
+    tree["kernels"]["decode"]["schedule"] = "swapped"
+    plan = make_plan(Spec.model_validate(tree))
+    assert plan.decodes == (plan.decode,) and plan.decode.tile.rows == rows
+    assert (plan.decode.schedule_name, plan.decode.file) == ("swapped", "decode.cu")
+
+
+def test_tiles_of_few_rows_mean_the_swapped_schedule() -> None:
+    tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
+    tree["kernels"]["decode"]["tile_rows"] = 16
+    plan = make_plan(Spec.model_validate(tree))
+    assert plan.decodes == (plan.decode,) and plan.decode.schedule_name == "swapped"
+
+
+def test_stages_that_a_spec_names_are_a_limit_for_narrower_kernels() -> None:
+    tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
+    stages = {}
+    for asked in (2, 3):
+        tree["kernels"]["decode"]["stages"] = asked
+        stages[asked] = [each.tile.stages for each in make_plan(Spec.model_validate(tree)).decodes]
+    assert stages == {2: [2, 2, 2], 3: [2, 2, 3]}
+
+
 BROKEN = """\
 name: broken
 model:
@@ -189,6 +240,14 @@ kernels:
         ({"stages": 8}, 10, "kernels.decode.stages", ("lower stages to 3",)),
         ({"stages": "3\n    schedule: plain"}, 10, "kernels.decode.stages", ("303,504 B", "lower stages to 2")),
         ({"stages": "1\n    schedule: skewed"}, 10, "kernels.decode.stages", ("needs 2 stages; got 1",)),
+        ({"stages": "3\n    schedule: swapped"}, 10, "kernels.decode.stages", ("lower stages to 2",)),
+        ({"stages": "2\n    tile_rows: 32\n    schedule: plain"}, 11, "kernels.decode.tile_rows", ("64 rows; got 32",)),
+        (
+            {"stages": "2\n    tile_rows: 64\n    schedule: swapped"},
+            11,
+            "kernels.decode.tile_rows",
+            ("16 or 32", "got 64"),
+        ),
         ({"rank": 520}, 4, "model.kv_lora_rank", ("128, 256, 384, 512", "520")),
         ({"rope": 24}, 6, "model.qk_rope_head_dim", ("multiple of 16", "use 16 or 32")),
         ({"rope": 512}, 4, "model.kv_lora_rank", ("232,448 B", "model.kv_lora_rank + model.qk_rope_head_dim = 1024")),

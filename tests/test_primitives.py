@@ -161,6 +161,7 @@ INSTRUCTIONS = {
     "registers.cu": {"USETMAXREG"},
     "wgmma_ss_k.cu": {"HGMMA"},
     "wgmma_mn.cu": {"HGMMA"},
+    "wgmma_mn_k.cu": {"HGMMA"},
     "stmatrix.cu": {"STSM"},
     "ldmatrix.cu": {"LDSM"},
     "bulk_load.cu": {"UBLKCP"},
@@ -357,16 +358,18 @@ def test_wide_loads(machine: Machine) -> None:
 def test_stmatrix(machine: Machine) -> None:
     registers = numbers(2, 32, 4)
     rows = torch.randperm(64, generator=torch.Generator().manual_seed(1)).to(torch.int32).view(2, 32)
-    (out,) = machine.run(
-        "stmatrix.cu", "stmatrix", inputs=[registers, rows], outputs=[blank(64, 4)], threads=64, smem=1024
+    out, transposed = machine.run(
+        "stmatrix.cu", "stmatrix", inputs=[registers, rows], outputs=[blank(64, 4)] * 2, threads=64, smem=1024
     )
-    want = blank(64, 4)
+    want, want_transposed = blank(64, 4), blank(64, 4)
     for warp in range(2):
         for matrix in range(4):
             for row in range(8):
                 # A row's four pairs of columns are in four lanes, its address in a lane of its own.
                 want[rows[warp, 8 * matrix + row]] = registers[warp, 4 * row : 4 * row + 4, matrix]
-    assert torch.equal(out, want)
+            elements = registers[warp, :, matrix].contiguous().view(torch.int16).view(8, 8)
+            want_transposed[rows[warp, 8 * matrix : 8 * matrix + 8]] = elements.T.contiguous().view(torch.int32)
+    assert torch.equal(out, want) and torch.equal(transposed, want_transposed)
 
 
 def test_ldmatrix(machine: Machine) -> None:
@@ -732,7 +735,7 @@ def run_wgmma_ss_k(
 @pytest.mark.parametrize("offset", [0, 1024, 140 * 1024])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", (*WIDTHS, 80))
+@pytest.mark.parametrize("n", (8, 16, 32, *WIDTHS, 80))
 def test_wgmma_ss_k(machine: Machine, n: int, dtype: str, accumulate: bool, offset: int) -> None:
     run_wgmma_ss_k(machine, n, dtype, accumulate, offset)
 
@@ -756,6 +759,27 @@ def test_wgmma_mn(machine: Machine, n: int, dtype: str, registers: bool, offset:
             smem=1024 + offset + (64 + n) * 128,
         )
         want = a.double() @ b.double() + c.double()
+        torch.testing.assert_close(out.double(), want, **tolerance)
+
+
+@pytest.mark.parametrize("offset", [0, 3 * 1024, 180 * 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [8, 16, 32, 64])
+def test_wgmma_mn_k(machine: Machine, n: int, dtype: str, offset: int) -> None:
+    for make, tolerance in ((whole, {"rtol": 0, "atol": 0}), (fractions, CLOSE)):
+        a, b = make(64, 64, dtype=DTYPES[dtype], seed=0), make(n, 64, dtype=DTYPES[dtype], seed=1)
+        c = make(64, n, dtype=torch.float32, seed=2)
+        (out,) = machine.run(
+            "wgmma_mn_k.cu",
+            "product_mn_k",
+            maps=[Map(a[None, None], (64, 64, 1, 1)), Map(b[None, None], (64, n, 1, 1))],
+            inputs=[c],
+            outputs=[blank(64, n, dtype=torch.float32)],
+            scalars=[n, int(dtype == "fp16"), offset],
+            threads=128,
+            smem=1024 + offset + (64 + n) * 128,
+        )
+        want = a.double().T @ b.double().T + c.double()
         torch.testing.assert_close(out.double(), want, **tolerance)
 
 

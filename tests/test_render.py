@@ -48,13 +48,17 @@ def check_text(plan: Plan, files: dict[str, str]) -> None:
         on_the_gpu = re.sub(r"#ifdef MLAFORGE_SIMULATOR.*?#else", "", text, flags=re.DOTALL)
         for include in re.findall(r'#include "([^"]+)"', on_the_gpu):
             assert include in files, (name, include)
-    found = constants(files["decode.cu"])
-    decode = plan.decode
-    assert int(found["kHeadDimQK"]) == decode.d_qk and int(found["kHeadDimV"]) == decode.d_v
-    assert int(found["kStages"]) == decode.tile.stages and int(found["kPageSize"]) == decode.page_size
-    assert all(int(found[region.constant]) == region.offset for region in decode.smem.regions)
-    assert all(int(found[barrier.constant]) == barrier.id for barrier in decode.named_barriers)
-    assert {name for name in files if name.endswith(".cu")} == {"decode.cu", *(kernel.file for kernel in plan.kernels)}
+    for decode in plan.decodes:
+        found = constants(files[decode.file])
+        assert int(found["kHeadDimQK"]) == decode.d_qk and int(found["kHeadDimV"]) == decode.d_v
+        ring = ("kRing", decode.tile.ring_subtiles) if decode.tile.ring_subtiles else ("kStages", decode.tile.stages)
+        assert int(found[ring[0]]) == ring[1] and int(found["kPageSize"]) == decode.page_size
+        assert all(int(found[region.constant]) == region.offset for region in decode.smem.regions)
+        assert all(int(found[barrier.constant]) == barrier.id for barrier in decode.named_barriers)
+    assert {name for name in files if name.endswith(".cu")} == {
+        *(decode.file for decode in plan.decodes),
+        *(kernel.file for kernel in plan.kernels),
+    }
     for kernel in plan.kernels:
         if isinstance(kernel, PrefillPlan):
             found = constants(files[kernel.file])
@@ -111,9 +115,10 @@ def plain_plan() -> Plan:
     [
         lambda: [plan_of("deepseek_v3").decode, plan_of("mistral_small_4").decode],
         lambda: [plain_plan().decode],
+        lambda: [plan_of().narrow_decodes[0]],
         *(lambda i=i: [plan_of(name).kernels[i] for name in ("deepseek_v3", "glm_5")] for i in range(len(PLANNERS))),
     ],
-    ids=["skewed", "plain", *(planner.__name__.removeprefix("plan_") for planner in PLANNERS)],
+    ids=["skewed", "plain", "swapped", *(planner.__name__.removeprefix("plan_") for planner in PLANNERS)],
 )
 def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | KernelPlan]]) -> None:
     kernels = choose()
@@ -172,17 +177,22 @@ def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
     for file, text in render(plan).items():
         (tmp_path / file).write_text(text, encoding="utf-8")
     manifest = read_manifest(tmp_path)
-    decode, kernel = plan.decode, manifest.decode
+    decode = plan.decode
     assert manifest.name == plan.spec.name and manifest.target == plan.target.arch
     assert manifest.softmax_scale == plan.softmax_scale
     assert (manifest.d_qk, manifest.d_v) == (decode.d_qk, decode.d_v)
     assert (manifest.cache.dtype, manifest.cache.page_size) == (plan.spec.cache.dtype, plan.spec.cache.page_size)
     assert dict(manifest.model) == plan.spec.model.model_dump()
     assert manifest.tensor_parallel == plan.spec.tensor_parallel
-    assert kernel.smem_bytes == decode.smem.total and kernel.threads == decode.launch.threads
-    assert (kernel.tile_rows, kernel.tile_tokens) == (decode.tile.rows, decode.tile.tokens)
-    assert kernel.boxes == {each.tensor: each.box for each in decode.tensor_maps}
-    assert kernel.max_parts == decode.max_parts
+    for each_plan, kernel in zip(plan.decodes, manifest.decodes, strict=True):
+        assert kernel.source.name == each_plan.file
+        assert kernel.smem_bytes == each_plan.smem.total and kernel.threads == each_plan.launch.threads
+        assert (kernel.tile_rows, kernel.tile_tokens) == (each_plan.tile.rows, each_plan.tile.tokens)
+        assert kernel.stages == each_plan.tile.stages
+        assert kernel.boxes == {each.tensor: each.box for each in each_plan.tensor_maps}
+        assert kernel.max_parts == each_plan.max_parts
+    for rows in range(1, 200):
+        assert manifest.decode_for(rows).source.name == plan.decode_for(rows).file
     assert list(manifest.kernels) == [each.name for each in plan.kernels]
     for planned in plan.kernels:
         entry = manifest.kernels[planned.name]
@@ -191,7 +201,7 @@ def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
         assert manifest.dynamic_smem[entry.source] == planned.smem_bytes
     assert set(manifest.dynamic_smem) == set(manifest.sources)
     others = [(each, len(each.boxes)) for each in manifest.kernels.values()]
-    for each, maps in ((kernel, 2), *others):
+    for each, maps in (*((kernel, 2) for kernel in manifest.decodes), *others):
         text = each.source.read_text(encoding="utf-8")
         parameters = [(parameter.ctype, parameter.name) for parameter in each.parameters]
         assert signature(text, each.entry)[maps:] == parameters

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import re
-import shutil
 import tempfile
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -20,6 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import mlaforge
+from folders import generate, plan_with
 from mlaforge.manifest import DecodeKernel, Manifest, SmemRegion, read_manifest
 from mlaforge.simulator import MODES, SimulatorOptions
 from mlaforge.trace import (
@@ -29,18 +29,13 @@ from mlaforge.trace import (
     default_problem,
     make_timeline,
     read_events,
-    ring_tiles,
     to_perfetto,
     to_svg,
     trace_decode,
 )
 from mlaforge.verify import Problem, make_inputs
 from mlaforge_generator import cli
-from mlaforge_generator.emit import write_folder
-from mlaforge_generator.plan import DecodePlan, Plan, make_plan
-from mlaforge_generator.render import render
-from mlaforge_generator.resources import find_spec
-from mlaforge_generator.spec import Spec, load_spec
+from mlaforge_generator.plan import DecodePlan, Plan
 
 GENERATED = Path(__file__).parents[1] / "generated"
 FOLDERS = sorted(path.parent for path in GENERATED.glob("*/manifest.json"))
@@ -54,7 +49,7 @@ class Case:
     name: str
     mode: str
     schedule: str = "shipped"
-    """Or "plain": kernels that are generated for the test."""
+    """The 64-row kernel of the spec; or another schedule, generated for the test."""
     h_q: int = 16
 
     def __str__(self) -> str:
@@ -134,23 +129,19 @@ CASES = [
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
+def fields_of(schedule: str) -> dict[str, str | int]:
+    # One decode kernel, whatever the rows of the problem.
+    return {"tile_rows": 64} if schedule == "shipped" else {"schedule": schedule}
+
+
 def plan_of(name: str, schedule: str = "shipped") -> Plan:
-    spec = load_spec(find_spec(name))
-    if schedule != "shipped":
-        tree = spec.model_dump(exclude_none=True)
-        tree["kernels"]["decode"]["schedule"] = schedule
-        spec = Spec.model_validate(tree)
-    return make_plan(spec)
+    return plan_with(name, **fields_of(schedule))
 
 
 @contextlib.contextmanager
 def folder_of(name: str, schedule: str = "shipped") -> Iterator[Path]:
-    if schedule == "shipped":
-        yield GENERATED / name
-        return
     with tempfile.TemporaryDirectory() as folder:
-        write_folder(Path(folder), render(plan_of(name, schedule)))
-        yield Path(folder)
+        yield generate(Path(folder), name, **fields_of(schedule))
 
 
 @functools.cache
@@ -168,7 +159,7 @@ def run_of(case: Case) -> Run:
             events=events,
             manifest=mla.manifest,
             plan=plan_of(case.name, case.schedule).decode,
-            timeline=make_timeline(events, mla.manifest, case.name),
+            timeline=make_timeline(events, mla.manifest.decode, case.name),
             lines={path.name: len(path.read_text().splitlines()) for path in folder.glob("*.cu*")},
         )
 
@@ -188,7 +179,7 @@ def broken_timeline() -> Timeline:
 
 def broken_folder(parent: Path) -> Path:
     folder = parent / "broken"
-    shutil.copytree(GENERATED / "deepseek_v3", folder)
+    generate(folder, "deepseek_v3", **fields_of("shipped"))
     text = (folder / "decode.cu").read_text()
     assert text.count(RELEASE) == 1
     (folder / "decode.cu").write_text(text.replace(RELEASE, "\n"))
@@ -540,12 +531,11 @@ def test_command_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert result.exit_code == 3 and "apt-get install g++" in result.stderr
 
 
-@pytest.mark.parametrize("schedule", ["shipped", "plain"])
+@pytest.mark.parametrize("schedule", ["shipped", "plain", "swapped"])
 @pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])
 def test_default_problem_depends_on_the_stages(name: str, schedule: str) -> None:
     stages = plan_of(name, schedule).decode.tile.stages
     assert stages > 1
     with folder_of(name, schedule) as folder:
         manifest = read_manifest(folder)
-    assert ring_tiles(manifest.decode) == stages
     assert default_problem(manifest) == Problem(lengths=(128 * stages - 16, 70), h_q=16)

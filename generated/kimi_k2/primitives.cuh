@@ -302,6 +302,12 @@ MLAFORGE_DEVICE void stmatrix_x4(smem_t row, uint32_t m0, uint32_t m1, uint32_t 
                "r"(m3)
                : "memory");
 }
+// The same, each matrix transposed: its columns become the rows that the lanes name.
+MLAFORGE_DEVICE void stmatrix_x4_transposed(smem_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
+               "r"(m2), "r"(m3)
+               : "memory");
+}
 
 // Makes this thread's earlier plain accesses of shared memory visible to later TMA and WGMMA operations. Each writing
 // thread needs it before the barrier after which another thread issues the operation.
@@ -570,11 +576,13 @@ struct Atoms;
   template <Major B>                                                 \
   struct Atoms<Bf16, N, B> {                                         \
     using SS = gmma::MMA_64x##N##x16_F32BF16BF16_SS<Major::K, B>;    \
+    using TS = gmma::MMA_64x##N##x16_F32BF16BF16_SS<Major::MN, B>;   \
     using RS = gmma::MMA_64x##N##x16_F32BF16BF16_RS<Major::K, B>;    \
   };                                                                 \
   template <Major B>                                                 \
   struct Atoms<Fp16, N, B> {                                         \
     using SS = gmma::MMA_64x##N##x16_F32F16F16_SS<Major::K, B>;      \
+    using TS = gmma::MMA_64x##N##x16_F32F16F16_SS<Major::MN, B>;     \
     using RS = gmma::MMA_64x##N##x16_F32F16F16_RS<Major::K, B>;      \
   };                                                                 \
   template <>                                                        \
@@ -582,6 +590,8 @@ struct Atoms;
     using SS = gmma::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>;            \
     using RS = gmma::MMA_64x##N##x32_F32E4M3E4M3_RS_TN<>;            \
   };
+MLAFORGE_ATOMS(8)
+MLAFORGE_ATOMS(16)
 MLAFORGE_ATOMS(32)
 MLAFORGE_ATOMS(64)
 MLAFORGE_ATOMS(96)
@@ -650,6 +660,13 @@ MLAFORGE_DEVICE void wgmma_ss_mn(float (&d)[Count], uint64_t a, uint64_t b) {
   static_assert(First % 8 == 0 && First / 2 + N / 2 <= Count, "D holds the columns");
   using Atom = typename detail::Atoms<Element, N, detail::Major::MN>::SS;
   detail::fma_ss<Atom>(d, a, b, true, detail::IndicesFrom<First / 2, N / 2>{});
+}
+
+// D += A B^T: A and B from shared memory, A MN-major (64 columns), B K-major with N rows.
+template <class Element, int N>
+MLAFORGE_DEVICE void wgmma_ss_mn_k(float (&d)[N / 2], uint64_t a, uint64_t b) {
+  using Atom = typename detail::Atoms<Element, N, detail::Major::K>::TS;
+  detail::fma_ss<Atom>(d, a, b, true, detail::IndicesUpTo<N / 2>{});
 }
 
 // D += A B: A[64, 16] from four registers, B from shared memory (MN-major, N columns).

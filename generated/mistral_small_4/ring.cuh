@@ -13,6 +13,8 @@ struct Ring {
   MLAFORGE_DEVICE int stage() const { return at < count ? at : at - count; }
   MLAFORGE_DEVICE int phase() const { return at < count ? 0 : 1; }
   MLAFORGE_DEVICE void advance() { at = at + 1 < 2 * count ? at + 1 : 0; }
+  // Past `buffers` of them, no more than there are.
+  MLAFORGE_DEVICE void skip(int buffers) { at = at + buffers < 2 * count ? at + buffers : at + buffers - 2 * count; }
 };
 
 // A warp has finished with a buffer that only its WGMMA read: all its lanes have come out of the same wait.

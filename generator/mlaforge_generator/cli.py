@@ -145,7 +145,8 @@ def plan(
     else:
         shapes = [(batch or 16, context or 65_536, s_q or 1)]
     costs = [decode_cost(made, batch=b, context=s_k, s_q=q, heads=heads) for b, s_k, q in shapes]
-    tile, d_qk, d_v = made.decode.tile, made.decode.d_qk, made.decode.d_v
+    d_qk, d_v = made.decode.d_qk, made.decode.d_v
+    tiles = [made.decode_for(cost.s_q * cost.heads).tile for cost in costs]
     energies = [
         decode_energy(
             made.target,
@@ -157,7 +158,7 @@ def plan(
             context=cost.context,
             rows=cost.s_q * cost.heads,
         )
-        for cost in costs
+        for cost, tile in zip(costs, tiles, strict=True)
     ]
     model = made.spec.model
     batch, context, layers = batch or 16, context or 65_536, layers or model.num_hidden_layers or 1
@@ -1103,7 +1104,7 @@ def _first_line(source: Path) -> str:
 
 def _predict(manifest: Manifest, case: Case) -> dict[str, Any]:
     """Say what the planner expects of our kernel."""
-    decode = manifest.decode
+    decode = manifest.decode_for(case.rows)
     energy = decode_energy(
         TARGETS[manifest.target],
         d_qk=manifest.d_qk,

@@ -76,8 +76,8 @@ class DecodeCost:
 def decode_cost(plan: Plan, *, batch: int, context: int, s_q: int = 1, heads: int | None = None) -> DecodeCost:
     """Count a decode call's work on the plan's target; `heads` are those of one rank if None."""
     heads = plan.spec.heads_per_rank if heads is None else heads
-    decode, target = plan.decode, plan.target
     rows = s_q * heads
+    decode, target = plan.decode_for(rows), plan.target
     row_tiles = -(-rows // decode.tile.rows)
     columns = decode.d_qk + decode.d_v
     flops = 2 * batch * rows * context * columns
@@ -99,8 +99,17 @@ def decode_cost(plan: Plan, *, batch: int, context: int, s_q: int = 1, heads: in
         partial_bytes=partial_bytes,
         splits=splits,
         memory_us=(cache_bytes + io_bytes) / target.read_bandwidth * 1e6,
-        compute_us=padded_flops / target.matrix_rate * 1e6,
+        compute_us=padded_flops / decode.tile.rows * _timed_rows(decode.tile.rows) / target.matrix_rate * 1e6,
     )
+
+
+def _timed_rows(tile_rows: int) -> float:
+    """Give the rows that take as long as a tile's at the full rate of the matrix units.
+
+    With fewer than 64 they are N of m64nNk16, whose time is max(N / 2, 16 + N / 4) cycles from shared memory: measured,
+    and the same for both layouts of A.
+    """
+    return max(tile_rows, 32 + tile_rows / 2)
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ def decode_energy(
         target: the GPU.
         d_qk: width of the cache.
         d_v: width of V.
-        tile_rows: rows of a block, a multiple of 64 (M of WGMMA).
+        tile_rows: rows of a block, 64 (M of WGMMA), or fewer (N of it, tokens being M).
         tile_tokens: tokens of a block's step: N of Q K^T.
         batch: requests.
         context: cached tokens of each.
@@ -166,15 +175,19 @@ def decode_energy(
     per_byte = model.hbm_to_smem_nj / _TOKEN_BYTES
     memory = (cache_bytes + io_bytes) * per_byte / tokens
     reread = (row_tiles - 1) * d_qk * ELEMENT_BYTES * model.l2_to_smem_nj / _TOKEN_BYTES
-    # Of 64 rows and a step's tokens: products of depth 16 along d_qk; then along the tokens, each half of V by a
-    # warpgroup of its own.
-    scores = -(-d_qk // 16) * model.matrix_nj(tile_tokens) / tile_tokens
-    values = 2 * model.matrix_nj(d_v / 2) / 16
-    matrix = padded / 64 * (scores + values)
+    if tile_rows < 64:
+        # Of a tile's rows and 64 tokens: products of depth 16 along d_qk; then along the tokens, 64 columns of V each.
+        matrix = row_tiles * (-(-d_qk // 16) / 64 + d_v / 64 / 16) * model.matrix_nj(tile_rows)
+    else:
+        # Of 64 rows and a step's tokens: products of depth 16 along d_qk; then along the tokens, each half of V by a
+        # warpgroup of its own.
+        scores = -(-d_qk // 16) * model.matrix_nj(tile_tokens) / tile_tokens
+        values = 2 * model.matrix_nj(d_v / 2) / 16
+        matrix = padded / 64 * (scores + values)
     dynamic = memory + reread + matrix
     rates = {
         "memory": tokens / ((cache_bytes + io_bytes) / target.read_bandwidth),
-        "compute": target.matrix_rate / (2 * padded * (d_qk + d_v)),
+        "compute": target.matrix_rate / (2 * row_tiles * _timed_rows(tile_rows) * (d_qk + d_v)),
         "power": (model.power_cap_watts - model.static_watts) / (dynamic * 1e-9),
     }
     bounds: tuple[Literal["memory", "compute", "power"], ...] = ("memory", "compute", "power")

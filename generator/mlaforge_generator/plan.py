@@ -63,6 +63,8 @@ class Tile:
     """One buffer is the second of either, P or the columns behind V, as the kernel chooses."""
     strip: int = 0
     """Columns of O that the warpgroup of the scores accumulates, the last ones, where the rest has one of its own."""
+    ring_subtiles: int = 0
+    """Subtiles of K in shared memory, where each is loaded and given back by itself; `stages` whole tiles of them."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,21 @@ class Plan:
     target: Target
     softmax_scale: float
     decode: DecodePlan
+    """The decode kernel that serves any number of rows."""
+    narrow_decodes: tuple[DecodePlan, ...]
+    """Those for calls whose rows fit into one narrower tile, fewest rows first."""
     kernels: tuple[KernelPlan, ...]
     """The other kernels; see kernels.py."""
     choices: tuple[Choice, ...]
+
+    @property
+    def decodes(self) -> tuple[DecodePlan, ...]:
+        """All decode kernels, fewest rows first."""
+        return (*self.narrow_decodes, self.decode)
+
+    def decode_for(self, rows: int) -> DecodePlan:
+        """Give the decode kernel of a call with so many rows, s_q x heads of a kv head: the runtime's choice."""
+        return next((each for each in self.narrow_decodes if rows <= each.tile.rows), self.decode)
 
     def to_json(self) -> dict[str, Any]:
         """Give the plan as plain data."""
@@ -134,6 +148,7 @@ class Plan:
             "target": asdict(self.target),
             "softmax_scale": self.softmax_scale,
             "decode": asdict(self.decode),
+            "narrow_decodes": [asdict(each) for each in self.narrow_decodes],
             "kernels": {kernel.name: asdict(kernel) for kernel in self.kernels},
             "choices": [asdict(choice) for choice in self.choices],
         }
@@ -147,30 +162,64 @@ def make_plan(spec: Spec) -> Plan:
         raise SpecError(problems)
     choices: list[Choice] = []
     options = spec.kernels.decode
-    rows, tokens = 64, options.tile_tokens
+    tokens = options.tile_tokens
 
     schedule: str = options.schedule
     if schedule == "auto":
-        schedule, why = _schedule(spec, rows, tokens, target)
+        schedule, why = _schedule(spec, tokens, target)
         choices.append(Choice("kernels.decode.schedule", schedule, why))
-    if options.tile_rows == "auto":
-        choices.append(Choice("kernels.decode.tile_rows", str(rows), "M of WGMMA; fewer rows are padded"))
+    allowed = TILE_ROWS[schedule]
+    rows = _tile_rows(spec, schedule) if options.tile_rows == "auto" else options.tile_rows
+    if rows not in allowed:
+        offered = " or ".join(map(str, allowed))
+        problem = f"the {schedule} schedule has tiles of {offered} rows; got {rows}; use {offered} or another schedule"
+        raise SpecError([spec.problem("kernels.decode.tile_rows", problem)])
     stages = _stages(spec, schedule, rows, tokens, target)
     if stages is None:
         raise SpecError([_no_stages(spec, schedule, rows, tokens, target)])
+    decode = _decode(spec, target, "decode", schedule, rows, tokens, stages)
+
+    narrow: list[DecodePlan] = []
+    if options.schedule == options.tile_rows == "auto":
+        for few in TILE_ROWS["swapped"]:
+            fewer = _stages(spec, "swapped", few, tokens, target, at_most=True)
+            if fewer is not None:
+                narrow.append(_decode(spec, target, f"decode_{few}", "swapped", few, tokens, fewer))
+    if options.tile_rows == "auto":
+        why = (
+            f"N of WGMMA, for {spec.heads_per_rank} heads" if len(allowed) > 1 else "M of WGMMA; fewer rows are padded"
+        )
+        if narrow:
+            few_rows = " and ".join(str(each.tile.rows) for each in narrow)
+            why += (
+                f", so calls of at most {few_rows} rows (s_q x heads of a kv head) take kernels of their own, where "
+                "rows are N (schedule swapped): padding costs energy"
+            )
+        rows_of_all = ", ".join(str(each.tile.rows) for each in (decode, *reversed(narrow)))
+        choices.append(Choice("kernels.decode.tile_rows", rows_of_all, why))
     if options.stages == "auto":
         why = f"as many tiles as fit in {target.smem_per_block:,} B, at most {MAX_STAGES}"
-        choices.append(Choice("kernels.decode.stages", str(stages), why))
+        stages_of_all = ", ".join(str(each.tile.stages) for each in (decode, *reversed(narrow)))
+        choices.append(Choice("kernels.decode.stages", stages_of_all, why))
+    kernels, of_kernels = plan_kernels(spec, target)
+    return Plan(spec, target, spec.softmax_scale, decode, tuple(narrow), kernels, (*choices, *of_kernels))
 
+
+def _tile_rows(spec: Spec, schedule: str) -> int:
+    """Choose the rows of a tile: the fewest that hold a token's heads."""
+    allowed = TILE_ROWS[schedule]
+    return next((rows for rows in allowed if spec.heads_per_rank <= rows), allowed[-1])
+
+
+def _decode(spec: Spec, target: Target, name: str, schedule: str, rows: int, tokens: int, stages: int) -> DecodePlan:
     chosen = _ARRANGEMENTS[schedule](spec, rows, tokens, stages)
-    element = ELEMENTS[spec.cache.dtype]
-    decode = DecodePlan(
+    return DecodePlan(
         spec_name=spec.name,
         schedule_name=schedule,
         template=f"kernels/decode_{schedule}.cu.j2",
-        file="decode.cu",
-        entry="mla_decode",
-        element=element,
+        file=f"{name}.cu",
+        entry=f"mla_{name}",
+        element=ELEMENTS[spec.cache.dtype],
         d_qk=spec.d_qk,
         d_v=spec.d_v,
         page_size=spec.cache.page_size,
@@ -199,8 +248,6 @@ def make_plan(spec: Spec) -> Plan:
         max_parts=MAX_PARTS,
         parameters=_DECODE_PARAMETERS,
     )
-    kernels, of_kernels = plan_kernels(spec, target)
-    return Plan(spec, target, spec.softmax_scale, decode, kernels, (*choices, *of_kernels))
 
 
 _OUT_STRIDES = tuple(Parameter(f"out_stride_{dim}", "long long") for dim in "bsh")
@@ -275,13 +322,17 @@ class _Arrangement:
     @property
     def total(self) -> int:
         """Bytes of shared memory."""
-        return max(region.offset + region.size for region in self.regions)
+        return _end(self.regions)
 
     def fits(self, limit: int) -> bool:
         return self.total <= limit
 
 
 _Arrange = Callable[[Spec, int, int, int], _Arrangement]
+
+
+def _end(regions: tuple[SmemRegion, ...]) -> int:
+    return max(region.offset + region.size for region in regions)
 
 
 class _Regions:
@@ -477,17 +528,107 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
     )
 
 
-_ARRANGEMENTS: dict[str, _Arrange] = {"plain": _plain, "skewed": _skewed}
+def _swapped_memory(
+    spec: Spec, rows: int, tokens: int, ring: int, roles: tuple[WarpRole, ...]
+) -> tuple[tuple[SmemRegion, ...], tuple[Mbarrier, ...]]:
+    """Place the regions and mbarriers for a ring of so many subtiles."""
+    subtiles = _subtiles(spec)
+    regions = _Regions()
+    regions.place(
+        "Q", "kOffsetQ", subtiles * rows * LINE, f"{rows} rows x {subtiles} subtiles; half of O when an item ends"
+    )
+    # A subtile begins on an atom of the swizzle, and so does P.
+    regions.place("K", "kOffsetK", tokens * LINE, f"{ring} subtiles of {tokens} tokens; V is in them", ring)
+    regions.place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, f"probabilities, {rows} x {tokens} a warpgroup", 2)
+    regions.place("maxima", "kOffsetMaxima", 4 * rows * 4, "float32, of each warp, a warpgroup", 2)
+    regions.place(
+        "statistics", "kOffsetStatistics", 2 * 5 * rows * 4, "sums of each warp, reference; a warpgroup, by turns", 2
+    )
+    regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut")
+    regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
+    return regions.finish(
+        (
+            Mbarrier("full", ring, 1, tokens * LINE, "a subtile of K has landed"),
+            Mbarrier("empty", ring, 4, 0, "the 4 warps of its tile's warpgroup have finished with it"),
+            Mbarrier("scored", 2, 4, 0, "the scores of a warpgroup's tile are done"),
+            Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
+            Mbarrier("q_empty", 1, 256, 0, "the item is finished with it, and with what took its place"),
+        ),
+        roles,
+    )
 
 
-_MIN_STAGES = {"plain": 1, "skewed": 2}
+def _swapped(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
+    """Tokens on M, rows on N: two warpgroups that take every other tile each, a third that feeds them by subtiles."""
+    loader, consumer = 56, 224
+    subtiles = _subtiles(spec)
+    roles = (
+        WarpRole("warpgroup 0", 4, consumer, "every other tile: S^T = K Q^T, softmax, O^T += V^T P^T"),
+        WarpRole("warpgroup 1", 4, consumer, "the tiles between them"),
+        WarpRole("tile loader", 1, loader, "TMA of K"),
+        WarpRole("query loader", 1, loader, "TMA of Q"),
+        WarpRole("idle", 2, loader, "leave at once; registers are given back by whole warpgroups"),
+    )
+    ring = subtiles * stages
+    placed, mbarriers = _swapped_memory(spec, rows, tokens, ring, roles)
+    # What room is left, though too little for a tile, holds subtiles of the next; a spec that names stages gets those.
+    if spec.kernels.decode.stages == "auto":
+        for more in range(ring + 1, min(subtiles * MAX_STAGES, ring + subtiles - 1) + 1):
+            larger = _swapped_memory(spec, rows, tokens, more, roles)
+            if _end(larger[0]) > TARGETS[spec.target].smem_per_block:
+                break
+            ring, (placed, mbarriers) = more, larger
+    return _Arrangement(
+        tile=Tile(
+            rows,
+            tokens,
+            stages,
+            subtiles,
+            _rope_subtiles(spec),
+            _box_tokens(spec, tokens),
+            rope_stages=stages,
+            readers=1,
+            ring_subtiles=ring,
+        ),
+        regions=placed,
+        mbarriers=mbarriers,
+        named_barriers=(
+            NamedBarrier("kGroupBarrier", 1, 2, 128, "a warpgroup among itself"),
+            NamedBarrier("kPairBarrier", 3, 1, 256, "both warpgroups, joining and merging"),
+            NamedBarrier("kSplitsBarrier", 4, 1, 288, "the tile loader has written what the part shares"),
+        ),
+        roles=roles,
+        registers=(
+            RegisterUse("warpgroup 0", f"O, {spec.d_v} x {rows} float32", rows * spec.d_v // 128),
+            RegisterUse("warpgroup 0", f"S, {tokens} x {rows} float32", rows * tokens // 128),
+            RegisterUse("warpgroup 0", "maxima and sums of rows, sums of a tile, borders", rows),
+            RegisterUse("warpgroup 0", "addresses, loops, work", 36),
+        ),
+        register_limits=(
+            RegisterLimit("kLoaderRegisters", loader),
+            RegisterLimit("kConsumerRegisters", consumer),
+        ),
+    )
+
+
+_ARRANGEMENTS: dict[str, _Arrange] = {"plain": _plain, "skewed": _skewed, "swapped": _swapped}
+
+TILE_ROWS: dict[str, tuple[int, ...]] = {"plain": (64,), "skewed": (64,), "swapped": (16, 32)}
+"""Rows of a tile that a schedule can have, by its name."""
+
+
+_MIN_STAGES = {"plain": 1, "skewed": 2, "swapped": 1}
 """With one stage the skewed schedule would wait for a tile that waits for the strip of the one before."""
 
 
-def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target) -> int | None:
-    """How many stages a schedule gets: those that the spec asks for, or as many as fit; None if it can't have them."""
+def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *, at_most: bool = False) -> int | None:
+    """How many stages a schedule gets: those that the spec asks for, or as many as fit; None if it can't have them.
+
+    With `at_most` those that the spec asks for are a limit.
+    """
     asked = spec.kernels.decode.stages
-    numbers = range(MAX_STAGES, 0, -1) if asked == "auto" else (asked,)
+    most = MAX_STAGES if asked == "auto" else asked
+    numbers = range(most, 0, -1) if asked == "auto" or at_most else (asked,)
     for stages in numbers:
         enough = stages >= _MIN_STAGES[schedule]
         if enough and _ARRANGEMENTS[schedule](spec, rows, tokens, stages).fits(target.smem_per_block):
@@ -495,8 +636,11 @@ def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target) -
     return None
 
 
-def _schedule(spec: Spec, rows: int, tokens: int, target: Target) -> tuple[str, str]:
+def _schedule(spec: Spec, tokens: int, target: Target) -> tuple[str, str]:
     """Choose a schedule and say why. If none can serve the spec, choose the one whose error helps most."""
+    if spec.kernels.decode.tile_rows in TILE_ROWS["swapped"]:
+        return "swapped", "the one with tiles of so few rows"
+    (rows,) = TILE_ROWS["skewed"]
     least, asked = _MIN_STAGES["skewed"], spec.kernels.decode.stages
     fewer_would_do = (
         asked != "auto" and asked >= least and _skewed(spec, rows, tokens, least).fits(target.smem_per_block)

@@ -16,7 +16,7 @@ from .kernel_plan import KernelPlan
 from .plan import DecodePlan, Plan
 from .resources import template_dir
 
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 3
 """Raised when the runtime must read a manifest differently."""
 
 
@@ -63,22 +63,28 @@ def _manifest(plan: Plan) -> dict[str, Any]:
         "softmax_scale": plan.softmax_scale,
         "d_qk": decode.d_qk,
         "d_v": decode.d_v,
-        "decode": {
-            "file": decode.file,
-            "entry": decode.entry,
-            "threads": decode.launch.threads,
-            "smem_bytes": decode.smem.total,
-            "tile_rows": decode.tile.rows,
-            "tile_tokens": decode.tile.tokens,
-            "fixed_overhead_blocks": decode.schedule.fixed_overhead_blocks,
-            "max_parts": decode.max_parts,
-            "boxes": {each.tensor: list(each.box) for each in decode.tensor_maps},
-            "regions": _regions(decode),
-            "mbarriers": _mbarriers(decode),
-            "roles": [{"name": role.name, "warps": role.warps} for role in decode.roles],
-            "parameters": [asdict(parameter) for parameter in decode.parameters],
-        },
+        "decode": _decode(decode),
+        "narrow_decodes": [_decode(each) for each in plan.narrow_decodes],
         "kernels": {kernel.name: kernel.manifest() for kernel in plan.kernels},
+    }
+
+
+def _decode(decode: DecodePlan) -> dict[str, Any]:
+    return {
+        "file": decode.file,
+        "entry": decode.entry,
+        "threads": decode.launch.threads,
+        "smem_bytes": decode.smem.total,
+        "tile_rows": decode.tile.rows,
+        "tile_tokens": decode.tile.tokens,
+        "stages": decode.tile.stages,
+        "fixed_overhead_blocks": decode.schedule.fixed_overhead_blocks,
+        "max_parts": decode.max_parts,
+        "boxes": {each.tensor: list(each.box) for each in decode.tensor_maps},
+        "regions": _regions(decode),
+        "mbarriers": _mbarriers(decode),
+        "roles": [{"name": role.name, "warps": role.warps} for role in decode.roles],
+        "parameters": [asdict(parameter) for parameter in decode.parameters],
     }
 
 
@@ -105,7 +111,7 @@ def _mbarriers(decode: DecodePlan) -> list[dict[str, Any]]:
 
 def render(plan: Plan) -> dict[str, str]:
     """Render a plan to the files of its folder under generated/, by name."""
-    kernels: tuple[DecodePlan | KernelPlan, ...] = (plan.decode, *plan.kernels)
+    kernels: tuple[DecodePlan | KernelPlan, ...] = (*plan.decodes, *plan.kernels)
     files = {kernel.file: _kernel(plan, kernel) for kernel in kernels}
     for header in sorted((template_dir() / "device").glob("*.cuh")):
         files[header.name] = header.read_text(encoding="utf-8")

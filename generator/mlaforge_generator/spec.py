@@ -119,11 +119,14 @@ class Cache(_Part):
 class Decode(_Part):
     """What the decode kernel may choose; auto leaves a choice to the planner."""
 
-    schedule: Literal["auto", "plain", "skewed"] = Field(
+    schedule: Literal["auto", "plain", "skewed", "swapped"] = Field(
         default="auto", description="Which arrangement of warps, loads and multiplications is used."
     )
-    tile_rows: Annotated[Literal["auto", 64], _Listed] = Field(
-        default="auto", description="Rows (heads times query tokens) that one thread block works on."
+    tile_rows: Annotated[Literal["auto", 16, 32, 64], _Listed] = Field(
+        default="auto",
+        description="Rows (heads times query tokens) that one thread block works on: 16 or 32 in the swapped schedule, "
+        "64 in the others. If this and the schedule are auto, there is a kernel of each, and a call takes the one that "
+        "its rows fill best.",
     )
     tile_tokens: Annotated[Literal[64], _Listed] = Field(
         default=64, description="Cached tokens in one step of a thread block."

@@ -72,12 +72,16 @@ def plan_tables(
         yield table(
             "Left to the planner", ("field", "chosen", "why"), ((c.field, c.value, c.why) for c in plan.choices)
         )
-    yield from _kernel_tables(decode, target)
+    for each in reversed(plan.decodes):
+        if plan.narrow_decodes:
+            what = f"{each.file}: schedule {each.schedule_name}, tiles of {each.tile.rows} x {each.tile.tokens}"
+            yield Text(f"\n{what}", style="bold")
+        yield from _kernel_tables(each, target)
     yield table(
         "Launch",
         ("kernel", "threads>", "grid"),
         (
-            (decode.entry, decode.launch.threads, ", ".join(decode.launch.grid)),
+            *((each.entry, each.launch.threads, ", ".join(each.launch.grid)) for each in reversed(plan.decodes)),
             *((kernel.entry, kernel.threads, ", ".join(kernel.grid)) for kernel in plan.kernels),
         ),
     )

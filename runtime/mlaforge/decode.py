@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from mlaforge.compiler import source_closure
-from mlaforge.launch import Cuda, DefinedTensor, LaunchTensor, TensorMapShape
-from mlaforge.manifest import Manifest
-from mlaforge.simulator import Simulator
+from mlaforge.launch import Cuda, CudaKernel, DefinedTensor, LaunchTensor, TensorMapShape
+from mlaforge.manifest import DecodeKernel, Manifest
+from mlaforge.simulator import SimulatedKernel, Simulator
 
 _simulators = itertools.count()
 
@@ -51,6 +51,8 @@ class _Call:
     """What follows from the shapes and strides of a call."""
 
     shape: _Shape
+    decode: DecodeKernel
+    """The kernel that serves its rows."""
     row_tiles: int
     tiles: int
     """Row tiles of all kv heads: grid.x."""
@@ -87,7 +89,7 @@ class DecodeRunner:
     """The compiled kernels of one manifest and the call that runs them."""
 
     def __init__(self, manifest: Manifest, backend: Cuda | Simulator) -> None:
-        """Compile the kernels for a backend, or take them from the cache.
+        """Compile the decode kernel for a backend, or take it from the cache; narrower ones follow at their first call.
 
         Raises:
             CompileError: a kernel does not compile.
@@ -104,10 +106,16 @@ class DecodeRunner:
             self.key += f":sim{next(_simulators)}"
         self._backend = backend
         self._calls: dict[tuple[object, ...], _Call] = {}
-        decode = manifest.decode
-        self._decode = backend.kernel(
-            decode.source, manifest.target, decode.entry, 2, decode.parameters, decode.smem_bytes
-        )
+        self._kernels: dict[int, CudaKernel | SimulatedKernel] = {}
+        self._compiled(manifest.decode)
+
+    def _compiled(self, decode: DecodeKernel) -> CudaKernel | SimulatedKernel:
+        kernel = self._kernels.get(decode.tile_rows)
+        if kernel is None:
+            target, entry = self.manifest.target, decode.entry
+            kernel = self._backend.kernel(decode.source, target, entry, 2, decode.parameters, decode.smem_bytes)
+            self._kernels[decode.tile_rows] = kernel
+        return kernel
 
     def check(self, tensors: DecodeTensors) -> _Shape:
         """Check all but the addresses; ValueError names the tensor, what it is and what it must be."""
@@ -225,7 +233,8 @@ class DecodeRunner:
 
     def _prepare(self, shape: _Shape, q: torch.Tensor, kv_cache: torch.Tensor) -> _Call:
         m = self.manifest
-        row_tiles = -(-shape.s_q * shape.heads_per_kv // m.decode.tile_rows)
+        decode = m.decode_for(shape.s_q * shape.heads_per_kv)
+        row_tiles = -(-shape.s_q * shape.heads_per_kv // decode.tile_rows)
         tiles = row_tiles * shape.h_kv
         # Row r of a kv head is query token r / heads_per_kv, head r % heads_per_kv: one stride must serve both.
         one_stride = shape.s_q == 1 or shape.heads_per_kv == 1 or q.stride(1) == shape.heads_per_kv * q.stride(2)
@@ -239,13 +248,14 @@ class DecodeRunner:
         blocks = self._backend.sm_count(q.device) if shape.b else 1
         return _Call(
             shape=shape,
+            decode=decode,
             row_tiles=row_tiles,
             tiles=tiles,
-            parts=max(min(blocks // tiles, m.decode.max_parts), 1),
+            parts=max(min(blocks // tiles, decode.max_parts), 1),
             copy_q=not one_stride,
-            q_map=self._map_shape("q", (m.d_qk, rows, shape.h_kv, shape.b), q_strides),
+            q_map=self._map_shape(decode.boxes["q"], (m.d_qk, rows, shape.h_kv, shape.b), q_strides),
             kv_map=self._map_shape(
-                "kv_cache",
+                decode.boxes["kv_cache"],
                 (m.d_qk, m.cache.page_size, shape.h_kv, kv_cache.shape[0]),
                 (kv_cache.stride(1), head_stride, kv_cache.stride(0)),
                 # As kv_policy() in decode.cuh.
@@ -254,12 +264,12 @@ class DecodeRunner:
         )
 
     def _map_shape(
-        self, name: str, dims: tuple[int, ...], strides: tuple[int, ...], sector_bytes: int = 128
+        self, box: tuple[int, ...], dims: tuple[int, ...], strides: tuple[int, ...], sector_bytes: int = 128
     ) -> TensorMapShape:
         # TMA wants a multiple of 16 B even of a stride that is never walked.
         unwalked = dims[0] + -dims[0] % 8
         walked = tuple(stride if size > 1 else unwalked for size, stride in zip(dims[1:], strides, strict=True))
-        return TensorMapShape(self.manifest.cache.dtype, dims, walked, self.manifest.decode.boxes[name], sector_bytes)
+        return TensorMapShape(self.manifest.cache.dtype, dims, walked, box, sector_bytes)
 
     def _launch(self, call: _Call, tensors: DecodeTensors, causal: bool, softmax_scale: float) -> None:
         m = self.manifest
@@ -269,17 +279,17 @@ class DecodeRunner:
             heads = (shape.b, shape.s_q, shape.h_kv, shape.heads_per_kv, m.d_qk)
             q = q.reshape(heads).transpose(1, 2).contiguous()
         # Every part can leave behind two partial results: of a request begun before it, and of one that goes on.
-        partial_rows = 2 * parts * tiles * m.decode.tile_rows if parts > 1 else 0
+        partial_rows = 2 * parts * tiles * call.decode.tile_rows if parts > 1 else 0
         workspace = torch.empty(partial_rows * (m.d_v + 1), dtype=torch.float32, device=q.device)
         partial_out = workspace.data_ptr()
         partial_lse = partial_out + 4 * partial_rows * m.d_v
         arrivals = self._backend.counters(q.device, parts * tiles if parts > 1 else 0)
         out_strides = [2 * stride for stride in out.stride()[:3]]
         encode = self._backend.encode_tensor_map
-        self._decode.launch(
+        self._compiled(call.decode).launch(
             q.device,
             (tiles, parts, 1),
-            m.decode.threads,
+            call.decode.threads,
             (encode(call.q_map, q.data_ptr()), encode(call.kv_map, kv_cache.data_ptr())),
             (
                 block_table.data_ptr(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 """The manifest format that this runtime reads."""
 
 
@@ -52,6 +52,8 @@ class DecodeKernel:
     """Dynamic shared memory of a block."""
     tile_rows: int
     tile_tokens: int
+    stages: int
+    """Whole tiles of K in shared memory at once."""
     fixed_overhead_blocks: int
     max_parts: int
     """Parts that can share a request."""
@@ -105,19 +107,31 @@ class Manifest:
     d_qk: int
     d_v: int
     decode: DecodeKernel
+    """The decode kernel that serves any number of rows."""
+    narrow_decodes: tuple[DecodeKernel, ...]
+    """Those for calls whose rows fit into one narrower tile, fewest rows first."""
     kernels: Mapping[str, Kernel]
     """The other kernels, by what they do."""
 
     @property
+    def decodes(self) -> tuple[DecodeKernel, ...]:
+        """All decode kernels, fewest rows first."""
+        return (*self.narrow_decodes, self.decode)
+
+    def decode_for(self, rows: int) -> DecodeKernel:
+        """Choose the decode kernel for a call: the narrowest tile that holds all rows, s_q x heads of a kv head."""
+        return next((each for each in self.narrow_decodes if rows <= each.tile_rows), self.decode)
+
+    @property
     def sources(self) -> tuple[Path, ...]:
         """The files to compile."""
-        return (self.decode.source, *(kernel.source for kernel in self.kernels.values()))
+        return (*(each.source for each in self.decodes), *(each.source for each in self.kernels.values()))
 
     @property
     def dynamic_smem(self) -> Mapping[Path, int]:
         """Dynamic shared memory of a block of each kernel, by its file."""
         others = {kernel.source: kernel.smem_bytes for kernel in self.kernels.values()}
-        return {self.decode.source: self.decode.smem_bytes, **others}
+        return {**{kernel.source: kernel.smem_bytes for kernel in self.decodes}, **others}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -143,7 +157,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
-    decode = data["decode"]
     return Manifest(
         folder=folder,
         name=str(data["name"]),
@@ -154,24 +167,30 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
         softmax_scale=float(data["softmax_scale"]),
         d_qk=int(data["d_qk"]),
         d_v=int(data["d_v"]),
-        decode=DecodeKernel(
-            source=_source(folder, decode["file"]),
-            entry=str(decode["entry"]),
-            threads=int(decode["threads"]),
-            smem_bytes=int(decode["smem_bytes"]),
-            tile_rows=int(decode["tile_rows"]),
-            tile_tokens=int(decode["tile_tokens"]),
-            fixed_overhead_blocks=int(decode["fixed_overhead_blocks"]),
-            max_parts=int(decode["max_parts"]),
-            boxes={name: tuple(map(int, box)) for name, box in decode["boxes"].items()},
-            regions=tuple(
-                SmemRegion(str(item["name"]), int(item["offset"]), int(item["size"])) for item in decode["regions"]
-            ),
-            mbarriers={int(item["offset"]): str(item["name"]) for item in decode["mbarriers"]},
-            roles=tuple(WarpRole(str(item["name"]), int(item["warps"])) for item in decode["roles"]),
-            parameters=_parameters(decode["parameters"]),
-        ),
+        decode=_decode(folder, data["decode"]),
+        narrow_decodes=tuple(_decode(folder, item) for item in data["narrow_decodes"]),
         kernels={str(name): _kernel(folder, item) for name, item in data["kernels"].items()},
+    )
+
+
+def _decode(folder: Path, item: Mapping[str, Any]) -> DecodeKernel:
+    return DecodeKernel(
+        source=_source(folder, item["file"]),
+        entry=str(item["entry"]),
+        threads=int(item["threads"]),
+        smem_bytes=int(item["smem_bytes"]),
+        tile_rows=int(item["tile_rows"]),
+        tile_tokens=int(item["tile_tokens"]),
+        stages=int(item["stages"]),
+        fixed_overhead_blocks=int(item["fixed_overhead_blocks"]),
+        max_parts=int(item["max_parts"]),
+        boxes={name: tuple(map(int, box)) for name, box in item["boxes"].items()},
+        regions=tuple(
+            SmemRegion(str(each["name"]), int(each["offset"]), int(each["size"])) for each in item["regions"]
+        ),
+        mbarriers={int(each["offset"]): str(each["name"]) for each in item["mbarriers"]},
+        roles=tuple(WarpRole(str(each["name"]), int(each["warps"])) for each in item["roles"]),
+        parameters=_parameters(item["parameters"]),
     )
 
 

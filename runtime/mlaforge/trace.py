@@ -167,16 +167,12 @@ def _short(kind: str) -> str:
     return re.split("[,:]", KINDS[kind].legend)[0]
 
 
-def ring_tiles(kernel: DecodeKernel) -> int:
-    """Say how many tiles of K the ring in shared memory holds, whatever the schedule calls them."""
-    return sum(bool(re.fullmatch(r"(tile|K)( \d+)?", region.name)) for region in kernel.regions)
-
-
 def default_problem(manifest: Manifest) -> Problem:
     """Give a small problem of two requests that uses every tile of the ring at least twice."""
-    stages = ring_tiles(manifest.decode)
-    tokens = manifest.decode.tile_tokens
-    return Problem(lengths=(2 * stages * tokens - tokens // 4, tokens + 6), h_q=16)
+    h_q = 16
+    kernel = manifest.decode_for(h_q)
+    tokens = kernel.tile_tokens
+    return Problem(lengths=(2 * kernel.stages * tokens - tokens // 4, tokens + 6), h_q=h_q)
 
 
 def trace_decode(folder: Path, problem: Problem | None = None, options: SimulatorOptions | None = None) -> Timeline:
@@ -210,16 +206,16 @@ def trace_decode(folder: Path, problem: Problem | None = None, options: Simulato
             fault = str(error)
         events = read_events(path)
     x, y, z = options.trace_block
+    kernel = mla.manifest.decode_for(problem.s_q * problem.h_q // problem.h_kv)
     title = (
-        f"{mla.manifest.name}, {mla.manifest.decode.source.name}, block ({x}, {y}, {z}): {problem}; "
+        f"{mla.manifest.name}, {kernel.source.name}, block ({x}, {y}, {z}): {problem}; "
         f"{options.sms} SM{'s' if options.sms > 1 else ''}, {options.mode}, seed {options.seed}"
     )
-    return make_timeline(events, mla.manifest, title, fault)
+    return make_timeline(events, kernel, title, fault)
 
 
-def make_timeline(events: Sequence[Event], manifest: Manifest, title: str, fault: str | None = None) -> Timeline:
+def make_timeline(events: Sequence[Event], kernel: DecodeKernel, title: str, fault: str | None = None) -> Timeline:
     """Make the lanes of a block from its events."""
-    kernel = manifest.decode
     steps = max((event.until for event in events), default=0) + 1
     of_warp: dict[int, list[Event]] = defaultdict(list)
     for event in events:
@@ -241,7 +237,7 @@ def make_timeline(events: Sequence[Event], manifest: Manifest, title: str, fault
                 flights=tuple([*_copies(mine, kernel, steps), *_matmuls(mine, steps)]),
             )
         )
-    sources = {path.name: path.read_text(encoding="utf-8").splitlines() for path in manifest.folder.glob("*.cu*")}
+    sources = {path.name: path.read_text(encoding="utf-8").splitlines() for path in kernel.source.parent.glob("*.cu*")}
     return Timeline(title, steps, tuple(warps), tuple(_buffers(events, kernel, steps)), fault, sources)
 
 

@@ -1,9 +1,10 @@
-// stmatrix_x4: each warp stores four 8x8 matrices to the rows that its lanes name.
+// stmatrix_x4, as they lie and transposed: each warp stores four 8x8 matrices to the rows that its lanes name.
 #include "primitives.cuh"
 
 namespace mlaforge {
 
-extern "C" __global__ void __launch_bounds__(64) stmatrix(const int32_t* registers, const int32_t* rows, int32_t* out) {
+extern "C" __global__ void __launch_bounds__(64)
+    stmatrix(const int32_t* registers, const int32_t* rows, int32_t* out, int32_t* out_transposed) {
   const smem_t base = dynamic_smem();
   const int t = static_cast<int>(threadIdx.x);
   uint32_t m[4];
@@ -11,6 +12,10 @@ extern "C" __global__ void __launch_bounds__(64) stmatrix(const int32_t* registe
   stmatrix_x4(base + 16 * load_global(rows + t), m[0], m[1], m[2], m[3]);
   __syncthreads();
   for (int i = 0; i < 4; ++i) store_global(out + 64 * i + t, load_shared_s32(base + 4 * (64 * i + t)));
+  __syncthreads();
+  stmatrix_x4_transposed(base + 16 * load_global(rows + t), m[0], m[1], m[2], m[3]);
+  __syncthreads();
+  for (int i = 0; i < 4; ++i) store_global(out_transposed + 64 * i + t, load_shared_s32(base + 4 * (64 * i + t)));
 }
 
 }  // namespace mlaforge

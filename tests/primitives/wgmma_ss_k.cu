@@ -34,12 +34,18 @@ extern "C" __global__ void __launch_bounds__(128)
   const smem_t b = a + 2 * 64 * 128;
   load_operands(a_map, b_map, bar, a, 2, 64 * 128, b, 2, n * 128);
   if (fp16) {
+    if (n == 8) product<Fp16, 8>(a, b, c, out, accumulate);
+    if (n == 16) product<Fp16, 16>(a, b, c, out, accumulate);
+    if (n == 32) product<Fp16, 32>(a, b, c, out, accumulate);
     if (n == 64) product<Fp16, 64>(a, b, c, out, accumulate);
     if (n == 80) product<Fp16, 80>(a, b, c, out, accumulate);
     if (n == 128) product<Fp16, 128>(a, b, c, out, accumulate);
     if (n == 192) product<Fp16, 192>(a, b, c, out, accumulate);
     if (n == 256) product<Fp16, 256>(a, b, c, out, accumulate);
   } else {
+    if (n == 8) product<Bf16, 8>(a, b, c, out, accumulate);
+    if (n == 16) product<Bf16, 16>(a, b, c, out, accumulate);
+    if (n == 32) product<Bf16, 32>(a, b, c, out, accumulate);
     if (n == 64) product<Bf16, 64>(a, b, c, out, accumulate);
     if (n == 80) product<Bf16, 80>(a, b, c, out, accumulate);
     if (n == 128) product<Bf16, 128>(a, b, c, out, accumulate);

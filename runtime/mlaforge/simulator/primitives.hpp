@@ -428,31 +428,43 @@ inline void ldmatrix_x4_transposed(smem_t row, uint32_t (&m)[4], Where where = W
   sim::load_matrices(row, m, true, where);
 }
 
-inline void stmatrix_x4(smem_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3, Where where = Where::current()) {
+namespace sim {
+
+inline void store_matrices(smem_t row, const std::array<uint32_t, 4>& m, bool transposed, const Where& where) {
   struct Lane {
     smem_t row;
-    uint32_t m[4];
+    std::array<uint32_t, 4> m;
     std::int32_t actor;
-    const sim::View* view;
-  } mine{row, {m0, m1, m2, m3}, sim::machine->actor(), &sim::machine->view()};
-  sim::machine->gather("stmatrix", where, &mine, [&where](void* const* slots) {
-    for (int i = 0; i < sim::kWarp; ++i) {
-      // Lane i addresses row i % 8 of matrix i / 8, whose four pairs of columns four lanes hold.
+    const View* view;
+  } mine{row, m, machine->actor(), &machine->view()};
+  machine->gather("stmatrix", where, &mine, [&where, transposed](void* const* slots) {
+    for (int i = 0; i < kWarp; ++i) {
+      // Lane i addresses row i % 8 of matrix i / 8, whose four pairs of columns four lanes hold; transposed, it is a
+      // column, of which every fourth lane holds an element.
       const auto* at = static_cast<const Lane*>(slots[i]);
-      if (at->row % 16) sim::machine->fail(where, "stmatrix to a row at %u, no multiple of 16", at->row);
-      unsigned char* p = sim::machine->shared(at->row, 16, where);
-      sim::machine->touch(at->row, 16, true,
-                          {at->actor, at->view->seen[at->actor], sim::Proxy::generic, where}, *at->view);
-      for (int pair = 0; pair < 4; ++pair) {
-        const uint32_t word = static_cast<const Lane*>(slots[i % 8 * 4 + pair])->m[i / 8];
-        std::memcpy(p + 4 * pair, &word, 4);
-        if (sim::machine->mark_of(static_cast<std::uint16_t>(word)) != sim::kNoMark ||
-            sim::machine->mark_of(static_cast<std::uint16_t>(word >> 16)) != sim::kNoMark) {
-          sim::machine->flag_marked(at->row + 4 * pair);
-        }
+      if (at->row % 16) machine->fail(where, "stmatrix to a row at %u, no multiple of 16", at->row);
+      unsigned char* p = machine->shared(at->row, 16, where);
+      machine->touch(at->row, 16, true, {at->actor, at->view->seen[at->actor], Proxy::generic, where}, *at->view);
+      for (int column = 0; column < 8; ++column) {
+        const int line = transposed ? column : i % 8;
+        const int pair = transposed ? i % 8 : column;
+        const uint32_t word = static_cast<const Lane*>(slots[line * 4 + pair / 2])->m[i / 8];
+        const auto element = static_cast<std::uint16_t>(word >> 16 * (pair % 2));
+        std::memcpy(p + 2 * column, &element, 2);
+        if (machine->mark_of(element) != kNoMark) machine->flag_marked(at->row + 2 * column);
       }
     }
   });
+}
+
+}  // namespace sim
+
+inline void stmatrix_x4(smem_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3, Where where = Where::current()) {
+  sim::store_matrices(row, {m0, m1, m2, m3}, false, where);
+}
+inline void stmatrix_x4_transposed(smem_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3,
+                                   Where where = Where::current()) {
+  sim::store_matrices(row, {m0, m1, m2, m3}, true, where);
 }
 
 inline void fence_proxy_async() { sim::machine->fence_async(); }
@@ -760,7 +772,7 @@ struct MatmulLane {
   const uint32_t* a;
 };
 
-template <class Element, int N, bool TransposedB>
+template <class Element, int N, bool TransposedB, bool TransposedA = false>
 void matmul(float* d, const uint32_t* a_registers, std::uint64_t a, std::uint64_t b, bool accumulate, const Where& where) {
   if (machine->warp() / 4 * 4 + 4 > (machine->threads() + kWarp - 1) / kWarp) {
     machine->fail(where, "wgmma outside of a full warpgroup");
@@ -809,9 +821,19 @@ void matmul(float* d, const uint32_t* a_registers, std::uint64_t a, std::uint64_
         }
       } else {
         const Operand operand(a, access.where);
-        for (int row = 0; row < 16; ++row) {
-          for (int chunk = 0; chunk < 2; ++chunk) {
-            read_chunk<Element>(operand.k_major(16 * quarter + row, chunk), &left[row][kPer16 * chunk], access, view);
+        if constexpr (TransposedA) {
+          float line[kPer16];
+          for (int k = 0; k < kDepth; ++k) {
+            for (int chunk = 0; chunk < 16 / kPer16; ++chunk) {
+              read_chunk<Element>(operand.mn_major(k, 16 / kPer16 * quarter + chunk), line, access, view);
+              for (int i = 0; i < kPer16; ++i) left[kPer16 * chunk + i][k] = line[i];
+            }
+          }
+        } else {
+          for (int row = 0; row < 16; ++row) {
+            for (int chunk = 0; chunk < 2; ++chunk) {
+              read_chunk<Element>(operand.k_major(16 * quarter + row, chunk), &left[row][kPer16 * chunk], access, view);
+            }
           }
         }
       }
@@ -882,6 +904,11 @@ void wgmma_ss_mn(float (&d)[Count], uint64_t a, uint64_t b, Where where = Where:
   static_assert(sizeof(sim::Bits<Element>) == 2, "only 16-bit operands may lie with their columns along the row");
   static_assert(First % 8 == 0 && First / 2 + N / 2 <= Count, "D holds the columns");
   sim::matmul<Element, N, true>(reinterpret_cast<float (&)[N / 2]>(d[First / 2]), nullptr, a, b, true, where);
+}
+template <class Element, int N>
+void wgmma_ss_mn_k(float (&d)[N / 2], uint64_t a, uint64_t b, Where where = Where::current()) {
+  static_assert(sizeof(sim::Bits<Element>) == 2, "only 16-bit operands may lie with their columns along the row");
+  sim::matmul<Element, N, false, true>(d, nullptr, a, b, true, where);
 }
 template <class Element, int N>
 void wgmma_rs_mn(float (&d)[N / 2], const uint32_t* a, uint64_t b, Where where = Where::current()) {
