@@ -284,7 +284,7 @@ def test_compile_reports(cache: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0 and result.stderr == ""
     reports: list[dict[str, Any]] = json.loads(result.stdout)
     plan = make_plan(load_spec(find_spec("deepseek_v3")))
-    files = ["decode.cu", *(kernel.file for kernel in plan.kernels)]
+    files = [each.file for each in (plan.decode, *plan.narrow_decodes, *plan.kernels)]
     assert [(report["spec"], report["file"]) for report in reports] == [
         *(("deepseek_v3", file) for file in files),
         *(("minicpm3", file) for file in files),

@@ -73,6 +73,24 @@ def distinct(file: str) -> list[Path]:
 
 
 @pytest.mark.parametrize(
+    ("rows", "folder"),
+    [(rows, folder) for rows in (16, 32) for folder in distinct(f"decode_{rows}.cu")],
+    ids=lambda value: str(value) if isinstance(value, int) else value.name,
+)
+def test_shipped_decode_kernel_of_few_rows(rows: int, folder: Path) -> None:
+    kernel = compiled(folder / f"decode_{rows}.cu")
+    report = kernel.kernels[f"mla_decode_{rows}"]
+    assert not report.serialized and not kernel.warnings
+    assert report.spill_stores == report.spill_loads == report.stack_frame == report.static_smem == 0
+    assert report.registers == 168 and report.sass is not None
+    manifest = mlaforge.read_manifest(folder)
+    # One body for all tiles: the scores' depth is d_qk; for every 64 columns of V four products of 16 tokens.
+    assert report.sass["HGMMA"] == manifest.d_qk // 16 + manifest.d_v // 64 * 4
+    assert report.sass["USETMAXREG"] == 2 and report.sass["STSM"] > 0
+    assert report.sass.get("LDL", 0) == report.sass.get("STL", 0) == 0
+
+
+@pytest.mark.parametrize(
     ("file", "folder"),
     [(file, folder) for file in ("gather.cu", "append.cu", "merge.cu") for folder in distinct(file)],
     ids=lambda value: value if isinstance(value, str) else value.name,

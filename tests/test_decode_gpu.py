@@ -40,8 +40,8 @@ PAIRS = {(576, 512): (512, 64), (512, 512): (512, 0), (320, 256): (256, 64), (28
 
 
 @functools.cache
-def variant(d_qk: int, d_v: int, page_size: int = 64, dtype: str = "bf16") -> MLA:
-    """Load the kernels of a shape, of a model that exists or not."""
+def variant(d_qk: int, d_v: int, page_size: int = 64, dtype: str = "bf16", tile_rows: int | str = "auto") -> MLA:
+    """Load the kernels of a shape, of a model that exists or not; `tile_rows` leaves one decode kernel."""
     rank, rope = PAIRS[d_qk, d_v]
     path = Path(tempfile.mkdtemp()) / "spec.yaml"
     path.write_text(
@@ -49,6 +49,7 @@ def variant(d_qk: int, d_v: int, page_size: int = 64, dtype: str = "bf16") -> ML
         f"model: {{num_attention_heads: 128, kv_lora_rank: {rank}, qk_nope_head_dim: 128, qk_rope_head_dim: {rope},"
         " v_head_dim: 128}\n"
         f"cache: {{dtype: {dtype}, page_size: {page_size}}}\n"
+        f"kernels: {{decode: {{tile_rows: {tile_rows}}}}}\n"
     )
     return mlaforge.load(path)
 
@@ -111,6 +112,21 @@ def test_every_shape(pair: tuple[int, int], dtype: str, page_size: int) -> None:
 @pytest.mark.parametrize("heads", [4, 5, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128])
 def test_every_head_count_of_a_rank(heads: int) -> None:
     accept(variant(576, 512), [Problem(lengths=(300, 1, 0, 77), h_q=heads, s_q=s, causal=True) for s in (1, 2, 5, 17)])
+
+
+@pytest.mark.parametrize("page_size", [1, 64, 128])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("tile_rows", [16, 32, 64])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_one_decode_kernel_for_any_rows(pair: tuple[int, int], tile_rows: int, dtype: str, page_size: int) -> None:
+    """Each tile with fewer rows than it has, as many, and several of it: a call chooses by its rows otherwise."""
+    mla = variant(*pair, page_size, dtype, tile_rows)
+    problems = [
+        Problem(lengths=(5_000, 0, 1, 64, 700), h_q=h, s_q=s, causal=s > 1, q_gain=gain)
+        for h, s in ((1, 1), (5, 3), (16, 1), (17, 1), (32, 1), (20, 2), (128, 1))
+        for gain in (1, 32)
+    ]
+    accept(mla, problems[::4] if REDUCED else [*problems, Problem(lengths=(100_000,), h_q=16)])
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=20 if REDUCED else 150)

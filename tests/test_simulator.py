@@ -163,7 +163,7 @@ def test_fault_names_kernel_line_block_and_warp(tmp_path: Path, monkeypatch: pyt
     assert line in text
     (folder / "decode.cu").write_text(text.replace(line, "\n"))
     mla = mlaforge.load(folder, device="sim")
-    inputs = make_inputs(Problem(lengths=(200,), h_q=16), mla.manifest, "cpu")
+    inputs = make_inputs(Problem(lengths=(200,), h_q=64), mla.manifest, "cpu")
     with pytest.raises(
         SimulationError, match=r"decode\.cu:\d+: block \(\d+, \d+, \d+\), warp \d+, .*race.*\.cuh?:\d+.*seed 0"
     ):

@@ -125,7 +125,8 @@ class Manifest:
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files to compile."""
-        return (*(each.source for each in self.decodes), *(each.source for each in self.kernels.values()))
+        decodes = (self.decode, *self.narrow_decodes)
+        return (*(each.source for each in decodes), *(each.source for each in self.kernels.values()))
 
     @property
     def dynamic_smem(self) -> Mapping[Path, int]:
