@@ -359,7 +359,7 @@ def test_stmatrix(machine: Machine) -> None:
     registers = numbers(2, 32, 4)
     rows = torch.randperm(64, generator=torch.Generator().manual_seed(1)).to(torch.int32).view(2, 32)
     out, transposed = machine.run(
-        "stmatrix.cu", "stmatrix", inputs=[registers, rows], outputs=[blank(64, 4)] * 2, threads=64, smem=1024
+        "stmatrix.cu", "stmatrix", inputs=[registers, rows], outputs=[blank(64, 4), blank(64, 4)], threads=64, smem=1024
     )
     want, want_transposed = blank(64, 4), blank(64, 4)
     for warp in range(2):
