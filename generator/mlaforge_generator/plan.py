@@ -190,11 +190,7 @@ def make_plan(spec: Spec) -> Plan:
             f"N of WGMMA, for {spec.heads_per_rank} heads" if len(allowed) > 1 else "M of WGMMA; fewer rows are padded"
         )
         if narrow:
-            few_rows = " and ".join(str(each.tile.rows) for each in narrow)
-            why += (
-                f", so calls of at most {few_rows} rows (s_q x heads of a kv head) take kernels of their own, where "
-                "rows are N (schedule swapped): padding costs energy"
-            )
+            why = "M of WGMMA; for calls of few rows N of it: less padding"
         rows_of_all = ", ".join(str(each.tile.rows) for each in (decode, *reversed(narrow)))
         choices.append(Choice("kernels.decode.tile_rows", rows_of_all, why))
     if options.stages == "auto":
