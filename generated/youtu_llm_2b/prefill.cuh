@@ -146,17 +146,24 @@ struct Output {
 // Normalises and stores the rows that a warpgroup holds, 64 from `first` of the tile on.
 template <class C>
 MLAFORGE_DEVICE void store_rows(const Output& o, const Item& item, int first, const RowState& state,
-                                const float (&acc)[C::kHeadDimV / 2]) {
+                                float (&acc)[C::kHeadDimV / 2]) {
+  float sum[2], factor[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float sum = quad_sum(state.sum[i]);
+    sum[i] = quad_sum(state.sum[i]);
+    factor[i] = sum[i] == 0.f ? 0.f : 1.f / sum[i];
+  }
+  scale_rows(acc, factor);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
     const int r = late(first + accumulator_row(i));
     const bool valid = r < item.rows;
     unsigned char* row = o.out + (item.q_row + r) * o.stride_t + item.head * o.stride_h;
-    store_row<typename C::Element, C::kHeadDimV>(acc, i, sum == 0.f ? 0.f : 1.f / sum, row, valid);
+    store_row<typename C::Element, C::kHeadDimV>(acc, i, row, valid);
     if (valid && (lane_id() & 3) == 0) {
-      const float lse = (state.max[i] + log2_approx(sum)) * kLn2;
-      store_global(o.lse + static_cast<int64_t>(item.head) * o.total_q + item.q_row + r, sum == 0.f ? infinity() : lse);
+      const float lse = (state.max[i] + log2_approx(sum[i])) * kLn2;
+      store_global(o.lse + static_cast<int64_t>(item.head) * o.total_q + item.q_row + r,
+                   sum[i] == 0.f ? infinity() : lse);
     }
   }
 }

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import shutil
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -942,7 +944,21 @@ def make(spec: str, output: Path, examples: int | None, seed: int) -> None:
     if reason := _why_no_hopper("cuda"):
         click.echo(f"{reason}: the kernels were compiled for it, and their text now runs on the CPU, simulated")
         device = "sim"
+        _compile_for_the_simulator(folder)
     _verify(spec, folder, _Run(seed, examples, device=device))
+
+
+def _compile_for_the_simulator(folder: Path) -> None:
+    """Compile a folder's kernels for the CPU, side by side: one after the other takes longer than to run them."""
+    from mlaforge.manifest import read_manifest
+    from mlaforge.simulator import compile_library
+
+    manifest = read_manifest(folder)
+    kernels = [(each.source, each.entry) for each in manifest.decodes]
+    kernels += [(each.source, each.entry) for each in manifest.kernels.values()]
+    with _progress("compiling for the simulator", len(kernels)) as advance, ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(lambda kernel: compile_library(*kernel), kernels):
+            advance()
 
 
 # ---- bench -----------------------------------------------------------------------------------------------------------
