@@ -289,7 +289,8 @@ def test_compile_reports(cache: Path, tmp_path: Path) -> None:
         *(("deepseek_v3", file) for file in files),
         *(("minicpm3", file) for file in files),
     ]
-    sizes = [plan.decode.smem.total, *(kernel.smem_bytes for kernel in plan.kernels)]
+    decodes = (plan.decode, *plan.narrow_decodes)
+    sizes = [*(each.smem.total for each in decodes), *(kernel.smem_bytes for kernel in plan.kernels)]
     assert [report["dynamic_smem"] for report in reports[: len(files)]] == sizes
     for report in reports:
         (kernel,) = report["kernels"]

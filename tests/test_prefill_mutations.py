@@ -110,8 +110,8 @@ MUTATIONS = (
     Mutation("O keeps the tile before", "for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.f;", "", WRONG, behind="void run("),
     Mutation("O is not rescaled", "if (warp_any(rescale[0] != 1.f || rescale[1] != 1.f)) scale_rows(acc, rescale);", "", WRONG),
     Mutation("the sum is not rescaled", "state.sum[i] * rescale[i]", "state.sum[i]", f"{WRONG}|lse: ", file="prefill.cuh"),
-    Mutation("lse in base 2", "(state.max[i] + log2_approx(sum)) * kLn2", "state.max[i] + log2_approx(sum)", "lse: ", file="prefill.cuh"),
-    Mutation("an empty row has lse -inf", "sum == 0.f ? infinity() : lse", "sum == 0.f ? -infinity() : lse", "lse: ", file="prefill.cuh"),
+    Mutation("lse in base 2", "(state.max[i] + log2_approx(sum[i])) * kLn2", "state.max[i] + log2_approx(sum[i])", "lse: ", file="prefill.cuh"),
+    Mutation("an empty row has lse -inf", "sum[i] == 0.f ? infinity() : lse", "sum[i] == 0.f ? -infinity() : lse", "lse: ", file="prefill.cuh"),
 )  # fmt: skip
 
 

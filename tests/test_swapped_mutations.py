@@ -124,7 +124,7 @@ MUTATIONS = (
     Mutation("P is read before the other warps have stored it", "  fence_proxy_async();\n  named_barrier_sync(barrier, 128);\n", "  fence_proxy_async();\n", f"{RACE}|uninitialised"),
     Mutation("P is replaced while other warps' products read it", "if (named_barrier_any(barrier, 128, passes_reference<kRows>(s, state, scale_log2, kSlack)))", "if (false)", RACE),
     Mutation("a warpgroup runs ahead of the tiles of the other", "        mbarrier_wait(scored(base, group ^ 1), turn.phase());\n", "", RACE),
-    Mutation("scores of a subtile that has not landed", "    mbarrier_wait(full(base, ring.stage()), ring.phase());\n", "", f"{RACE}|uninitialised"),
+    Mutation("scores of a subtile that has not landed", "    mbarrier_wait(full(base, at.stage()), at.phase());\n", "", f"{RACE}|uninitialised"),
     Mutation("subtiles are given back before their product is done", "    wgmma_wait<Left - 1>();\n    release(empty(base, ring.stage()));\n", "    release(empty(base, ring.stage()));\n    wgmma_wait<Left - 1>();\n", RACE),
     Mutation("the columns behind V are free one warp early", "mbarrier_init(empty(base, i), 4)", "mbarrier_init(empty(base, i), 3)", ""),
     Mutation("Q is replaced before the sums were joined", "mbarrier_init(q_empty(base, i), 256)", "mbarrier_init(q_empty(base, i), 128)", ""),

@@ -60,7 +60,7 @@ constexpr int kSubtileBytes = kTokens * 128;
 constexpr int kQSubtileBytes = kRows * 128;
 constexpr int kStatisticsBytes = 5 * kRows * 4;
 static_assert(kOffsetBarriers % 8 == 0, "mbarriers are words of 8 bytes");
-static_assert(kOffsetK + kMergeScratch<Config> <= kOffsetP, "parts merge in the room of K");
+static_assert(kMergeScratch<Config> <= kOffsetSchedule, "parts merge in the room of Q, K and P");
 static_assert(kSubtiles * kQSubtileBytes >= kHalfV * 64 * kRows * 4, "half of O in float32 passes through the room of Q");
 
 // ---- Threads -----------------------------------------------------------------------------------------------------
@@ -469,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     take_registers<kConsumerRegisters>();
     consume(base, warp >> 2, tile, output, walk, scale_log2);
     named_barrier_sync(kSplitsBarrier, kMergeThreads + 32);
-    merge_splits<Config, Policy, kPairBarrier>(base + kOffsetSplits, base + kOffsetSchedule, base + kOffsetK, output, tile,
+    merge_splits<Config, Policy, kPairBarrier>(base + kOffsetSplits, base + kOffsetSchedule, base, output, tile,
                                                arrivals, part);
   }
 }
