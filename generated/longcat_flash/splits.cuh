@@ -48,7 +48,7 @@ constexpr int kMergeThreads = 32 * kMergeWarps;
 constexpr int kMergeColumns = 4 * 32;  // that a warp has of a row: a unit of this work
 constexpr int kMergeLoads = 18;        // of 16 bytes, in flight in a thread
 constexpr int kMaxSplits = kMergeWarps * kMergeLoads;
-constexpr int kMergeUnits = kMergeLoads / 2;  // a warp has no more of them at once
+constexpr int kMergeUnits = 6;  // a warp has no more of them at once: their sums must find room
 constexpr int kExchangeBytes = kMergeWarps * kMergeUnits * kMergeColumns * 4;
 // Weights of every partial row of a share: of r rows and s splits, at most r / s + 2 rows of what s is padded to.
 template <class C>
@@ -114,7 +114,7 @@ struct Merge {
   // load would take more than it saves. Sums go through shared memory, where the first of the sharing warps finds them.
   template <int Each>
   MLAFORGE_DEVICE void sum(int sharing) const {
-    constexpr int kAtOnce = kMergeLoads / Each;
+    constexpr int kAtOnce = kMergeLoads / Each < kMergeUnits ? kMergeLoads / Each : kMergeUnits;
     const int member = warp_id() & (sharing - 1);  // a power of two
     const int group = quotient(warp_id(), sharing);
     const int groups = quotient(kMergeWarps, sharing);
