@@ -9,7 +9,7 @@ from pathlib import Path
 from mlaforge.api import MLA
 from mlaforge.launch import Cuda
 from mlaforge.manifest import read_manifest
-from mlaforge.prefill import PrefillRunner, register
+from mlaforge.prefill import PrefillRunner, loaded
 from mlaforge.prefill_verify import kernel_of
 from mlaforge.simulator import Simulator
 from mlaforge_generator.emit import write_folder
@@ -48,7 +48,7 @@ class Prefill(MLA):
         self.manifest, self.backend = read_manifest(folder), backend
         self.runner = PrefillRunner(self.manifest, kernel_of(self.manifest), backend, f"prefill of {folder}")
         self._prefill = self.runner
-        register(self.runner)
+        loaded.add(self.runner)
 
 
 # Under the simulator, where a compile takes long, each shape is tried in one dtype.

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mlaforge.api import MLA
 from mlaforge.arguments import number_strides, piece_strides, require_devices, require_distinct_rows
 from mlaforge.manifest import read_manifest
-from mlaforge.memory import MemoryKernels, divisor, register
+from mlaforge.memory import MemoryKernels, divisor, loaded
 from mlaforge.memory_reference import append_reference, gather_reference, merge_reference
 from mlaforge.memory_verify import KINDS, AppendProblem, GatherProblem, MergeProblem
 from mlaforge.reference import decode_reference
@@ -57,7 +57,7 @@ class Memory(MLA):
     def __init__(self, folder: Path) -> None:
         self.manifest, self.backend = read_manifest(folder), Simulator()
         self._memory = MemoryKernels(self.manifest, self.backend, f"memory of {folder}")
-        register(self._memory)
+        loaded.add(self._memory)
 
 
 @functools.cache

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from mlaforge.cache import default_directory
-from mlaforge.decode import DecodeRunner, register
+from mlaforge.decode import DecodeRunner
+from mlaforge.decode import loaded as loaded_decode
 from mlaforge.launch import Cuda
 from mlaforge.manifest import Manifest, read_manifest
 from mlaforge.memory import MemoryKernels
-from mlaforge.memory import register as register_memory
+from mlaforge.memory import loaded as loaded_memory
 from mlaforge.prefill import PrefillRunner
-from mlaforge.prefill import register as register_prefill
+from mlaforge.prefill import loaded as loaded_prefill
 from mlaforge.simulator import Simulator, SimulatorOptions
 
 
@@ -30,13 +31,13 @@ class MLA:
         self.manifest = manifest
         self.backend = backend
         self._runner = DecodeRunner(manifest, backend)
-        register(self._runner)
+        loaded_decode.add(self._runner)
         self._memory = MemoryKernels(manifest, backend, self._runner.key)
-        register_memory(self._memory)
+        loaded_memory.add(self._memory)
         self._prefill: PrefillRunner | None = None
         if (kernel := manifest.kernels.get("prefill")) is not None:
             self._prefill = PrefillRunner(manifest, kernel, backend, self._runner.key)
-            register_prefill(self._prefill)
+            loaded_prefill.add(self._prefill)
 
     def decode(
         self,

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from mlaforge.arguments import DTYPES, require_aligned, require_dtype, require_positive, shape_of
+from mlaforge.calls import LOG2_E, CallCache, LazyKernels, Loaded, current, tensor_map_shape
 from mlaforge.compiler import source_closure
-from mlaforge.launch import Cuda, CudaKernel, DefinedTensor, LaunchTensor, TensorMapShape
+from mlaforge.launch import Cuda, DefinedTensor, LaunchTensor, TensorMapShape
 from mlaforge.manifest import DecodeKernel, Manifest
-from mlaforge.simulator import SimulatedKernel, Simulator
+from mlaforge.simulator import Simulator
 
 _simulators = itertools.count()
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_LOG2_E = math.log2(math.e)
 
 
 class DecodeTensors(NamedTuple):
@@ -60,17 +58,14 @@ class _Call:
     """Parts that share the requests: grid.y."""
     copy_q: bool
     """q's rows do not follow each other by one stride."""
+    heads_reciprocal: int
+    """2^32 / heads of a kv head, rounded up; 0 of one."""
     q_map: TensorMapShape
     kv_map: TensorMapShape
 
 
-_MAX_CALLS = 512
 _ADDRESSED = ("q", "kv_cache", "out")
 """The tensors that TMA or 16-byte stores address."""
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return "(" + ", ".join(map(str, tensor.shape)) + ")"
 
 
 def _check_layout(name: str, tensor: torch.Tensor) -> None:
@@ -105,17 +100,9 @@ class DecodeRunner:
             # Each has a seed of its own; kernels for a GPU are the same whoever loads them, also in another process.
             self.key += f":sim{next(_simulators)}"
         self._backend = backend
-        self._calls: dict[tuple[object, ...], _Call] = {}
-        self._kernels: dict[int, CudaKernel | SimulatedKernel] = {}
-        self._compiled(manifest.decode)
-
-    def _compiled(self, decode: DecodeKernel) -> CudaKernel | SimulatedKernel:
-        kernel = self._kernels.get(decode.tile_rows)
-        if kernel is None:
-            target, entry = self.manifest.target, decode.entry
-            kernel = self._backend.kernel(decode.source, target, entry, 2, decode.parameters, decode.smem_bytes)
-            self._kernels[decode.tile_rows] = kernel
-        return kernel
+        self._calls: CallCache[_Call] = CallCache()
+        self._kernels = LazyKernels(manifest, backend)
+        self._kernels.get(manifest.decode)
 
     def check(self, tensors: DecodeTensors) -> _Shape:
         """Check all but the addresses; ValueError names the tensor, what it is and what it must be."""
@@ -129,7 +116,7 @@ class DecodeRunner:
             if tensor.device != q.device:
                 raise ValueError(f"{name} is on {tensor.device}, q is on {q.device}; all must be on one device")
         if not (kv_cache.shape[0] >= 1):
-            raise ValueError(f"kv_cache has shape {_shape(kv_cache)}; it must hold at least one block")
+            raise ValueError(f"kv_cache has shape {shape_of(kv_cache)}; it must hold at least one block")
         if not (block_table.shape[1] <= 1 or block_table.stride(1) == 1):
             raise ValueError(
                 f"block_table has stride {block_table.stride(1)} in its last dimension; it must be contiguous there"
@@ -138,11 +125,11 @@ class DecodeRunner:
             raise ValueError(f"cache_seqlens has stride {cache_seqlens.stride(0)}; it must be contiguous")
         want_out = (shape.b, shape.s_q, shape.h_q, m.d_v)
         if not (tuple(out.shape) == want_out and out.dtype == dtype):
-            raise ValueError(f"out has shape {_shape(out)} and dtype {out.dtype}; it must be {want_out} and {dtype}")
+            raise ValueError(f"out has shape {shape_of(out)} and dtype {out.dtype}; it must be {want_out} and {dtype}")
         want_lse = (shape.b, shape.h_q, shape.s_q)
         if not (tuple(lse.shape) == want_lse and lse.dtype == torch.float32 and lse.is_contiguous()):
             raise ValueError(
-                f"lse has shape {_shape(lse)}, dtype {lse.dtype} and strides {lse.stride()}; it must be {want_lse}, "
+                f"lse has shape {shape_of(lse)}, dtype {lse.dtype} and strides {lse.stride()}; it must be {want_lse}, "
                 "torch.float32 and contiguous"
             )
         if out.numel() > 0:
@@ -152,12 +139,12 @@ class DecodeRunner:
         line = shape.b * (max(blocks, 1) + m.decode.fixed_overhead_blocks)
         if not (shape.s_q * shape.heads_per_kv**2 < 1 << 32):
             raise ValueError(
-                f"q has shape {_shape(q)}: {shape.s_q} x {shape.heads_per_kv} x {shape.heads_per_kv}, query tokens and "
-                "twice the heads of a kv head, pass 2^32"
+                f"q has shape {shape_of(q)}: {shape.s_q} x {shape.heads_per_kv} x {shape.heads_per_kv}, query tokens "
+                "and twice the heads of a kv head, pass 2^32"
             )
         if not (line < 1 << 31):
             raise ValueError(
-                f"block_table has shape {_shape(block_table)}: its {line:,} blocks of {m.decode.tile_tokens} tokens, "
+                f"block_table has shape {shape_of(block_table)}: its {line:,} blocks of {m.decode.tile_tokens} tokens, "
                 "overhead included, pass 2^31; split the batch"
             )
         return shape
@@ -169,11 +156,11 @@ class DecodeRunner:
         m = self.manifest
         dtype = DTYPES[m.cache.dtype]
         if not (q.dim() == 4 and q.shape[3] == m.d_qk and q.shape[1] >= 1 and q.shape[2] >= 1):
-            raise ValueError(f"q has shape {_shape(q)}; it must be (b, s_q, h_q, {m.d_qk})")
+            raise ValueError(f"q has shape {shape_of(q)}; it must be (b, s_q, h_q, {m.d_qk})")
         page = m.cache.page_size
         if not (kv_cache.dim() in (3, 4) and kv_cache.shape[1] == page and kv_cache.shape[-1] == m.d_qk):
             raise ValueError(
-                f"kv_cache has shape {_shape(kv_cache)}; it must be (num_blocks, {page}, {m.d_qk}) or "
+                f"kv_cache has shape {shape_of(kv_cache)}; it must be (num_blocks, {page}, {m.d_qk}) or "
                 f"(num_blocks, {page}, h_kv, {m.d_qk})"
             )
         for name, tensor, want in (
@@ -182,12 +169,11 @@ class DecodeRunner:
             ("block_table", block_table, torch.int32),
             ("cache_seqlens", cache_seqlens, torch.int32),
         ):
-            if tensor.dtype != want:
-                raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {want}")
+            require_dtype(name, tensor, want)
         if block_table.dim() != 2:
-            raise ValueError(f"block_table has shape {_shape(block_table)}; it must be (b, max_blocks)")
+            raise ValueError(f"block_table has shape {shape_of(block_table)}; it must be (b, max_blocks)")
         if cache_seqlens.dim() != 1:
-            raise ValueError(f"cache_seqlens has shape {_shape(cache_seqlens)}; it must be (b,)")
+            raise ValueError(f"cache_seqlens has shape {shape_of(cache_seqlens)}; it must be (b,)")
         b, s_q, h_q, _ = q.shape
         if block_table.shape[0] != b:
             raise ValueError(f"block_table has {block_table.shape[0]} rows, q has a batch of {b}; they must agree")
@@ -202,34 +188,14 @@ class DecodeRunner:
 
     def run(self, tensors: DecodeTensors, causal: bool, softmax_scale: float) -> None:
         """Check everything, then launch on the current stream of q's device."""
-        if not (math.isfinite(softmax_scale) and softmax_scale > 0):
-            raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive and finite")
-        call = self._prepared(tensors)
+        require_positive("softmax_scale", softmax_scale)
+        call = self._calls.get(tensors, lambda: self._prepare(self.check(tensors), tensors.q, tensors.kv_cache))
         if call.shape.b == 0:
             return
         for name in _ADDRESSED:
-            address = getattr(tensors, name).data_ptr()
-            if address % 16:
-                raise ValueError(
-                    f"{name} begins at address {address:#x}, {address % 16} B behind a multiple of 16; move it"
-                )
-        device = tensors.q.device
-        if device.type == "cpu" or torch.cuda.current_device() == device.index:
+            require_aligned(name, getattr(tensors, name))
+        with current(tensors.q.device):
             self._launch(call, tensors, causal, softmax_scale)
-        else:
-            with torch.cuda.device(device):
-                self._launch(call, tensors, causal, softmax_scale)
-
-    def _prepared(self, tensors: DecodeTensors) -> _Call:
-        """Check the arguments and work out the launch, once for tensors of the same shapes, strides and devices."""
-        signature = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-        call = self._calls.get(signature)
-        if call is None:
-            call = self._prepare(self.check(tensors), tensors.q, tensors.kv_cache)
-            if len(self._calls) >= _MAX_CALLS:
-                self._calls.clear()
-            self._calls[signature] = call
-        return call
 
     def _prepare(self, shape: _Shape, q: torch.Tensor, kv_cache: torch.Tensor) -> _Call:
         m = self.manifest
@@ -253,23 +219,18 @@ class DecodeRunner:
             tiles=tiles,
             parts=max(min(blocks // tiles, decode.max_parts), 1),
             copy_q=not one_stride,
-            q_map=self._map_shape(decode.boxes["q"], (m.d_qk, rows, shape.h_kv, shape.b), q_strides),
-            kv_map=self._map_shape(
-                decode.boxes["kv_cache"],
+            # For a division by multiplication, see RowTile in decode.cuh.
+            heads_reciprocal=-(-(1 << 32) // shape.heads_per_kv) % (1 << 32),
+            q_map=tensor_map_shape(m.cache.dtype, (m.d_qk, rows, shape.h_kv, shape.b), q_strides, decode.boxes["q"]),
+            kv_map=tensor_map_shape(
+                m.cache.dtype,
                 (m.d_qk, m.cache.page_size, shape.h_kv, kv_cache.shape[0]),
                 (kv_cache.stride(1), head_stride, kv_cache.stride(0)),
+                decode.boxes["kv_cache"],
                 # As kv_policy() in decode.cuh.
                 sector_bytes=256 if row_tiles > 1 else 128,
             ),
         )
-
-    def _map_shape(
-        self, box: tuple[int, ...], dims: tuple[int, ...], strides: tuple[int, ...], sector_bytes: int = 128
-    ) -> TensorMapShape:
-        # TMA wants a multiple of 16 B even of a stride that is never walked.
-        unwalked = dims[0] + -dims[0] % 8
-        walked = tuple(stride if size > 1 else unwalked for size, stride in zip(dims[1:], strides, strict=True))
-        return TensorMapShape(self.manifest.cache.dtype, dims, walked, box, sector_bytes)
 
     def _launch(self, call: _Call, tensors: DecodeTensors, causal: bool, softmax_scale: float) -> None:
         m = self.manifest
@@ -286,7 +247,7 @@ class DecodeRunner:
         arrivals = self._backend.counters(q.device, parts * tiles if parts > 1 else 0)
         out_strides = [2 * stride for stride in out.stride()[:3]]
         encode = self._backend.encode_tensor_map
-        self._compiled(call.decode).launch(
+        self._kernels.get(call.decode).launch(
             q.device,
             (tiles, parts, 1),
             call.decode.threads,
@@ -304,13 +265,12 @@ class DecodeRunner:
                 shape.b,
                 shape.s_q,
                 shape.heads_per_kv,
-                # For a division by multiplication, see RowTile in decode.cuh.
-                -(-(1 << 32) // shape.heads_per_kv) % (1 << 32),
+                call.heads_reciprocal,
                 call.row_tiles,
                 block_table.shape[1],
                 # A mask that hides nothing is not worth its instructions.
                 int(causal and shape.s_q > 1),
-                softmax_scale * _LOG2_E,
+                softmax_scale * LOG2_E,
             ),
             (
                 LaunchTensor("q", q, False),
@@ -326,20 +286,7 @@ class DecodeRunner:
         )
 
 
-_runners: dict[str, DecodeRunner] = {}
-
-
-def register(runner: DecodeRunner) -> None:
-    """Make a runner known to the operators under its key."""
-    _runners[runner.key] = runner
-
-
-def _runner(kernel: str) -> DecodeRunner:
-    runner = _runners.get(kernel)
-    if runner is None:
-        raise ValueError(f"no kernel {kernel!r} is loaded in this process; call mlaforge.load on its spec first")
-    return runner
-
+loaded: Loaded[DecodeRunner] = Loaded()
 
 _ARGUMENTS = "Tensor q, Tensor kv_cache, Tensor block_table, Tensor cache_seqlens"
 torch.library.define(
@@ -374,7 +321,7 @@ def _decode(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    runner = _runner(kernel)
+    runner = loaded.get(kernel)
     out, lse = _empty_results(runner, q, kv_cache, block_table, cache_seqlens)
     runner.run(DecodeTensors(q, kv_cache, block_table, cache_seqlens, out, lse), causal, softmax_scale)
     return out, lse
@@ -389,7 +336,7 @@ def _decode_fake(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_results(_runner(kernel), q, kv_cache, block_table, cache_seqlens)
+    return _empty_results(loaded.get(kernel), q, kv_cache, block_table, cache_seqlens)
 
 
 @torch.library.impl("mlaforge::decode_out", "default")
@@ -404,7 +351,7 @@ def _decode_out(
     causal: bool,
     softmax_scale: float,
 ) -> None:
-    _runner(kernel).run(DecodeTensors(q, kv_cache, block_table, cache_seqlens, out, lse), causal, softmax_scale)
+    loaded.get(kernel).run(DecodeTensors(q, kv_cache, block_table, cache_seqlens, out, lse), causal, softmax_scale)
 
 
 def _decode_out_fake(
@@ -418,7 +365,7 @@ def _decode_out_fake(
     causal: bool,
     softmax_scale: float,
 ) -> None:
-    _runner(kernel).check_shapes(q, kv_cache, block_table, cache_seqlens)
+    loaded.get(kernel).check_shapes(q, kv_cache, block_table, cache_seqlens)
 
 
 torch.library.register_fake("mlaforge::decode", _decode_fake)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -22,11 +22,11 @@ from mlaforge.arguments import (
     require_shape,
     shape_of,
 )
-from mlaforge.launch import Cuda, CudaKernel, DefinedTensor, LaunchTensor
+from mlaforge.calls import CallCache, LazyKernels, Loaded, current
+from mlaforge.launch import Cuda, DefinedTensor, LaunchTensor
 from mlaforge.manifest import Manifest
-from mlaforge.simulator import SimulatedKernel, Simulator
+from mlaforge.simulator import Simulator
 
-_MAX_CALLS = 512
 _MAX_ITEMS = (1 << 31) - (1 << 16)
 """Rows or pieces of one launch: numbers of a few blocks behind the last must still be ints."""
 _MAX_WIDTH = 1024
@@ -67,7 +67,6 @@ class MergeTensors(NamedTuple):
 
 
 _Tensors = GatherTensors | AppendTensors | MergeTensors
-_T = TypeVar("_T", GatherTensors, AppendTensors, MergeTensors)
 
 
 @dataclass(frozen=True)
@@ -119,20 +118,11 @@ class MemoryKernels:
         self.manifest = manifest
         self.key = key
         self._backend = backend
-        self._calls: dict[tuple[object, ...], _Call] = {}
+        self._calls: CallCache[_Call] = CallCache()
+        self._kernels = LazyKernels(manifest, backend)
         self._dtype = DTYPES[manifest.cache.dtype]
         self._rank = int(manifest.model["kv_lora_rank"])
         self._rope = int(manifest.model["qk_rope_head_dim"])
-        self._kernels: dict[str, CudaKernel | SimulatedKernel] = {}
-
-    def _kernel(self, name: str) -> CudaKernel | SimulatedKernel:
-        kernel = self._kernels.get(name)
-        if kernel is None:
-            facts = self.manifest.kernels[name]
-            kernel = self._kernels[name] = self._backend.kernel(
-                facts.source, self.manifest.target, facts.entry, len(facts.boxes), facts.parameters, facts.smem_bytes
-            )
-        return kernel
 
     # -- gather
 
@@ -156,7 +146,7 @@ class MemoryKernels:
 
     def gather(self, tensors: GatherTensors) -> None:
         """Check everything, then launch on the current stream of the cache's device."""
-        call = self._prepared(tensors, self._prepare_gather)
+        call = self._calls.get(tensors, lambda: self._prepare_gather(tensors))
         if call.blocks == 0:
             return
         cache, table, cu_seqlens, starts, out = tensors
@@ -244,7 +234,7 @@ class MemoryKernels:
     def append(self, tensors: AppendTensors, eps: float, interleaved: bool) -> None:
         """Check everything, then launch on the current stream of the cache's device."""
         require_positive("eps", eps)
-        call = self._prepared(tensors, self._prepare_append)
+        call = self._calls.get(tensors, lambda: self._prepare_append(tensors))
         if call.blocks == 0:
             return
         c_kv, k_rope, cache, slots, weight, positions, angles = tensors
@@ -309,7 +299,7 @@ class MemoryKernels:
 
     def merge(self, tensors: MergeTensors) -> None:
         """Check everything, then launch on the current stream of the results' device."""
-        call = self._prepared(tensors, self._prepare_merge)
+        call = self._calls.get(tensors, lambda: self._prepare_merge(tensors))
         if call.blocks == 0:
             return
         for name in ("out1", "out2", "out"):
@@ -378,50 +368,18 @@ class MemoryKernels:
         self._backend.sm_count(device)  # refuses a GPU that the kernels can't run on
         return device
 
-    def _prepared(self, tensors: _T, prepare: Callable[[_T], _Call]) -> _Call:
-        """Check the arguments and work out the launch, once for tensors of the same shapes, strides and devices."""
-        signature = (
-            type(tensors),
-            *((t.shape, t.stride(), t.dtype, t.device) if t is not None else None for t in tensors),
-        )
-        call = self._calls.get(signature)
-        if call is None:
-            call = prepare(tensors)
-            if len(self._calls) >= _MAX_CALLS:
-                self._calls.clear()
-            self._calls[signature] = call
-        return call
-
     def _launch(
         self, name: str, call: _Call, values: Sequence[int | float], tensors: _Tensors, written: Sequence[str]
     ) -> None:
-        grid, threads = (call.blocks, 1, 1), self.manifest.kernels[name].threads
-        kernel = self._kernel(name)
-        if call.device.type == "cpu":
-            kernel.launch(call.device, grid, threads, (), values, _touched(tensors, written))
-        elif torch.cuda.current_device() == call.device.index:
-            kernel.launch(call.device, grid, threads, (), values, ())
-        else:
-            with torch.cuda.device(call.device):
-                kernel.launch(call.device, grid, threads, (), values, ())
+        facts = self.manifest.kernels[name]
+        touched = _touched(tensors, written) if call.device.type == "cpu" else ()
+        with current(call.device):
+            self._kernels.get(facts).launch(call.device, (call.blocks, 1, 1), facts.threads, (), values, touched)
 
 
 # ---- Operators -------------------------------------------------------------------------------------------------------
 
-_loaded: dict[str, MemoryKernels] = {}
-
-
-def register(kernels: MemoryKernels) -> None:
-    """Make kernels known to the operators under their key."""
-    _loaded[kernels.key] = kernels
-
-
-def _kernels(key: str) -> MemoryKernels:
-    kernels = _loaded.get(key)
-    if kernels is None:
-        raise ValueError(f"no kernel {key!r} is loaded in this process; call mlaforge.load on its spec first")
-    return kernels
-
+loaded: Loaded[MemoryKernels] = Loaded()
 
 _RANGES = "Tensor kv_cache, Tensor block_table, Tensor cu_seqlens, Tensor? seq_starts"
 _PARTIALS = "Tensor out1, Tensor lse1, Tensor out2, Tensor lse2"
@@ -444,7 +402,7 @@ def _gather_fake(
     total_tokens: int,
     kernel: str,
 ) -> torch.Tensor:
-    _kernels(kernel).check_gather(kv_cache, block_table, cu_seqlens, seq_starts)
+    loaded.get(kernel).check_gather(kv_cache, block_table, cu_seqlens, seq_starts)
     return kv_cache.new_empty((total_tokens, kv_cache.shape[-1]))
 
 
@@ -458,7 +416,7 @@ def _gather(
     kernel: str,
 ) -> torch.Tensor:
     out = _gather_fake(kv_cache, block_table, cu_seqlens, seq_starts, total_tokens, kernel)
-    _kernels(kernel).gather(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out))
+    loaded.get(kernel).gather(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out))
     return out
 
 
@@ -471,7 +429,7 @@ def _gather_out(
     out: torch.Tensor,
     kernel: str,
 ) -> None:
-    _kernels(kernel).gather(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out))
+    loaded.get(kernel).gather(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out))
 
 
 def _gather_out_fake(
@@ -482,7 +440,7 @@ def _gather_out_fake(
     out: torch.Tensor,
     kernel: str,
 ) -> None:
-    _kernels(kernel).check_gather(kv_cache, block_table, cu_seqlens, seq_starts)
+    loaded.get(kernel).check_gather(kv_cache, block_table, cu_seqlens, seq_starts)
 
 
 @torch.library.impl("mlaforge::append", "default")
@@ -499,7 +457,7 @@ def _append(
     kernel: str,
 ) -> None:
     tensors = AppendTensors(c_kv, k_rope, kv_cache, slot_mapping, norm_weight, positions, cos_sin_cache)
-    _kernels(kernel).append(tensors, eps, interleaved)
+    loaded.get(kernel).append(tensors, eps, interleaved)
 
 
 def _append_fake(
@@ -514,13 +472,13 @@ def _append_fake(
     interleaved: bool,
     kernel: str,
 ) -> None:
-    _kernels(kernel).check_append(c_kv, k_rope, kv_cache, slot_mapping, norm_weight, positions, cos_sin_cache)
+    loaded.get(kernel).check_append(c_kv, k_rope, kv_cache, slot_mapping, norm_weight, positions, cos_sin_cache)
 
 
 def _merge_fake(
     out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor, kernel: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _kernels(kernel).check_merge(out1, lse1, out2, lse2)
+    loaded.get(kernel).check_merge(out1, lse1, out2, lse2)
     return out1.new_empty(out1.shape), lse1.new_empty(lse1.shape)
 
 
@@ -529,7 +487,7 @@ def _merge(
     out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor, kernel: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _merge_fake(out1, lse1, out2, lse2, kernel)
-    _kernels(kernel).merge(MergeTensors(out1, lse1, out2, lse2, out, lse))
+    loaded.get(kernel).merge(MergeTensors(out1, lse1, out2, lse2, out, lse))
     return out, lse
 
 
@@ -543,7 +501,7 @@ def _merge_out(
     lse: torch.Tensor,
     kernel: str,
 ) -> None:
-    _kernels(kernel).merge(MergeTensors(out1, lse1, out2, lse2, out, lse))
+    loaded.get(kernel).merge(MergeTensors(out1, lse1, out2, lse2, out, lse))
 
 
 def _merge_out_fake(
@@ -555,7 +513,7 @@ def _merge_out_fake(
     lse: torch.Tensor,
     kernel: str,
 ) -> None:
-    _kernels(kernel).check_merge(out1, lse1, out2, lse2)
+    loaded.get(kernel).check_merge(out1, lse1, out2, lse2)
 
 
 torch.library.register_fake("mlaforge::gather", _gather_fake)

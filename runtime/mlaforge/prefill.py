@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,12 +19,11 @@ from mlaforge.arguments import (
     require_shape,
     shape_of,
 )
-from mlaforge.launch import Cuda, CudaKernel, DefinedTensor, LaunchTensor, TensorMapShape
+from mlaforge.calls import LOG2_E, CallCache, LazyKernels, Loaded, current, tensor_map_shape
+from mlaforge.launch import Cuda, DefinedTensor, LaunchTensor, TensorMapShape
 from mlaforge.manifest import Kernel, Manifest
-from mlaforge.simulator import SimulatedKernel, Simulator
+from mlaforge.simulator import Simulator
 
-_LOG2_E = math.log2(math.e)
-_MAX_CALLS = 512
 _ADDRESSED = ("q", "k", "v", "out")
 """The tensors that TMA or 16-byte stores address."""
 
@@ -76,16 +74,8 @@ class PrefillRunner:
         self._tile_q = kernel.constants["tile_q"]
         self._dtype = DTYPES[manifest.cache.dtype]
         self._backend = backend
-        self._calls: dict[tuple[object, ...], _Call] = {}
-        self._made: CudaKernel | SimulatedKernel | None = None
-
-    def _launcher(self) -> CudaKernel | SimulatedKernel:
-        if self._made is None:
-            facts = self.kernel
-            self._made = self._backend.kernel(
-                facts.source, self.manifest.target, facts.entry, len(facts.boxes), facts.parameters, facts.smem_bytes
-            )
-        return self._made
+        self._calls: CallCache[_Call] = CallCache()
+        self._kernels = LazyKernels(manifest, backend)
 
     def check(self, tensors: PrefillTensors) -> _Shape:
         """Check all but the addresses; ValueError names the tensor, what it is and what it must be."""
@@ -149,32 +139,17 @@ class PrefillRunner:
     def run(self, tensors: PrefillTensors, causal: bool, softmax_scale: float) -> None:
         """Check everything, then launch on the current stream of q's device."""
         require_positive("softmax_scale", softmax_scale)
-        call = self._prepared(tensors)
+        call = self._calls.get(tensors, lambda: self._prepare(self.check(tensors), tensors))
         if call.blocks == 0:
             return
         for name in _ADDRESSED:
             require_aligned(name, getattr(tensors, name))
-        device = tensors.q.device
-        if device.type == "cpu" or torch.cuda.current_device() == device.index:
+        with current(tensors.q.device):
             self._launch(call, tensors, causal, softmax_scale)
-        else:
-            with torch.cuda.device(device):
-                self._launch(call, tensors, causal, softmax_scale)
 
     def _most_tiles(self, shape: _Shape) -> int:
         """How many tiles there can be, whatever the lengths: of each sequence one may be part full."""
         return (shape.total_q // self._tile_q + min(shape.batch, shape.total_q)) * shape.heads
-
-    def _prepared(self, tensors: PrefillTensors) -> _Call:
-        """Check the arguments and work out the launch, once for tensors of the same shapes, strides and devices."""
-        signature = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-        call = self._calls.get(signature)
-        if call is None:
-            call = self._prepare(self.check(tensors), tensors)
-            if len(self._calls) >= _MAX_CALLS:
-                self._calls.clear()
-            self._calls[signature] = call
-        return call
 
     def _prepare(self, shape: _Shape, tensors: PrefillTensors) -> _Call:
         tiles = self._most_tiles(shape)
@@ -186,15 +161,10 @@ class PrefillRunner:
 
     def _map_shape(self, name: str, tensor: torch.Tensor) -> TensorMapShape:
         rows, heads, width = tensor.shape
-        # TMA wants a multiple of 16 B even of a stride that is never walked, and no dimension of 0: a tensor without
-        # rows is never read.
-        unwalked = width + -width % 8
-        strides = tuple(
-            stride if size > 1 else unwalked for size, stride in ((rows, tensor.stride(0)), (heads, tensor.stride(1)))
-        )
-        return TensorMapShape(
-            self.manifest.cache.dtype, (width, max(rows, 1), heads, 1), (*strides, unwalked), self.kernel.boxes[name]
-        )
+        # TMA wants no dimension of 0: a tensor without rows is never read.
+        dims = (width, max(rows, 1), heads, 1)
+        strides = (tensor.stride(0), tensor.stride(1), 0)
+        return tensor_map_shape(self.manifest.cache.dtype, dims, strides, self.kernel.boxes[name])
 
     def _launch(self, call: _Call, tensors: PrefillTensors, causal: bool, softmax_scale: float) -> None:
         q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse = tensors
@@ -204,7 +174,7 @@ class PrefillRunner:
             self._backend.encode_tensor_map(map_shape, getattr(tensors, name).data_ptr() or q.data_ptr())
             for name, map_shape in call.maps
         )
-        self._launcher().launch(
+        self._kernels.get(self.kernel).launch(
             q.device,
             (call.blocks, 1, 1),
             self.kernel.threads,
@@ -222,7 +192,7 @@ class PrefillRunner:
                 shape.total_k,
                 shape.heads,
                 int(causal),
-                softmax_scale * _LOG2_E,
+                softmax_scale * LOG2_E,
             ),
             (
                 LaunchTensor("q", q, False),
@@ -237,20 +207,7 @@ class PrefillRunner:
         )
 
 
-_runners: dict[str, PrefillRunner] = {}
-
-
-def register(runner: PrefillRunner) -> None:
-    """Make a runner known to the operators under its key."""
-    _runners[runner.key] = runner
-
-
-def _runner(kernel: str) -> PrefillRunner:
-    runner = _runners.get(kernel)
-    if runner is None:
-        raise ValueError(f"no kernel {kernel!r} is loaded in this process; call mlaforge.load on its spec first")
-    return runner
-
+loaded: Loaded[PrefillRunner] = Loaded()
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 torch.library.define(
@@ -286,7 +243,7 @@ def _prefill(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    runner = _runner(kernel)
+    runner = loaded.get(kernel)
     out, lse = _empty_results(runner, q, k, v, cu_seqlens_q, cu_seqlens_k)
     runner.run(PrefillTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse), causal, softmax_scale)
     return out, lse
@@ -302,7 +259,7 @@ def _prefill_fake(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_results(_runner(kernel), q, k, v, cu_seqlens_q, cu_seqlens_k)
+    return _empty_results(loaded.get(kernel), q, k, v, cu_seqlens_q, cu_seqlens_k)
 
 
 @torch.library.impl("mlaforge::prefill_out", "default")
@@ -318,7 +275,7 @@ def _prefill_out(
     causal: bool,
     softmax_scale: float,
 ) -> None:
-    _runner(kernel).run(PrefillTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse), causal, softmax_scale)
+    loaded.get(kernel).run(PrefillTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse), causal, softmax_scale)
 
 
 def _prefill_out_fake(
@@ -333,7 +290,7 @@ def _prefill_out_fake(
     causal: bool,
     softmax_scale: float,
 ) -> None:
-    _runner(kernel).check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    loaded.get(kernel).check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k)
 
 
 torch.library.register_fake("mlaforge::prefill", _prefill_fake)

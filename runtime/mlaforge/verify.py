@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 import torch
 
+from mlaforge.arguments import DTYPES
 from mlaforge.manifest import Manifest
 from mlaforge.reference import cosine_difference, decode_reference
 
@@ -52,7 +53,6 @@ class Judged(Shrinkable, Protocol):
 _S = TypeVar("_S", bound=Shrinkable)
 _J = TypeVar("_J", bound=Judged)
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Elements around `out` and `lse` that must stay as they are; a multiple of any alignment asked for.
 _GUARD = 1024
 _SHRINK_RUNS = 200
@@ -274,7 +274,7 @@ def make_inputs(problem: Problem, manifest: Manifest, device: str | torch.device
     call must write is NaN.
     """
     generator = torch.Generator(device).manual_seed(problem.seed)
-    dtype = _DTYPES[manifest.cache.dtype]
+    dtype = DTYPES[manifest.cache.dtype]
     page_size, d_qk = manifest.cache.page_size, manifest.d_qk
     b, s_q, h_q, h_kv = problem.batch, problem.s_q, problem.h_q, problem.h_kv
 

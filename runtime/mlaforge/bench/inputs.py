@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mlaforge.arguments import DTYPES
 from mlaforge.bench.cases import Case
 from mlaforge.bench.peers import Problem, Run
-from mlaforge.decode import DTYPES
 from mlaforge.manifest import Manifest
 from mlaforge.verify import Decoder
 
