@@ -98,7 +98,7 @@ class ContextLimits:
 
     def turn(self, tile: int) -> int:
         """Give the tokens that a request reads before it is the next one's turn."""
-        return min(tile, self.workspace_tokens)
+        return max(min(tile, self.workspace_tokens, self.max_context), 1)
 
 
 def context_rounds(context_lens: torch.Tensor, limits: ContextLimits, tile: int) -> ContextRounds:
