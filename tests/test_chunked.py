@@ -71,7 +71,7 @@ def test_edges(name: str) -> None:
         accept(simulated(name), problem, SimulatorOptions(seed=seed, mode=MODES[seed % 3], sms=1 + seed % 3))
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**32 - 1),
     schedule=st.integers(0, 2**32 - 1),
@@ -80,7 +80,7 @@ def test_edges(name: str) -> None:
 )
 def test_random_problems(seed: int, schedule: int, mode: str, name: str) -> None:
     mla = simulated(name)
-    problem = random_chunked_problem(random.Random(seed), kernel_of(mla.manifest), 150)
+    problem = random_chunked_problem(random.Random(seed), kernel_of(mla.manifest), 120)
     accept(mla, problem, SimulatorOptions(seed=schedule, mode=mode))
 
 
@@ -363,12 +363,7 @@ def test_operator(name: str) -> None:
     tensors = [given_[each] for each in list(given_)[:7]]
     results = [given_["out"], given_["lse"]] if name.endswith("out") else []
     numbers = (simulated().chunked.key, 20, 64, None, 0.1)
-    torch.library.opcheck(
-        getattr(torch.ops.mlaforge, name),
-        (*tensors, None, None, *results, *numbers),
-        # Results are made once with what is in them and once without.
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
-    )
+    torch.library.opcheck(getattr(torch.ops.mlaforge, name), (*tensors, None, None, *results, *numbers))
 
 
 def test_torch_compile() -> None:
