@@ -123,19 +123,31 @@ struct Output {
   }
 };
 
-// Stores a warpgroup's columns of O, `Columns` from `first_column` on, times its rows' factors.
+// Stores a warpgroup's columns of O, `Columns` from `first_column` on, times its rows' factors. Leaves nothing of use in
+// acc.
 template <class C, int Columns>
 MLAFORGE_DEVICE void store_columns(const Output& o, const RowTile<C>& tile, int request, int slot, int first_column,
                                    float (&acc)[Columns / 2], const float (&factor)[2]) {
   scale_rows(acc, factor);
+  if (slot < 0) {
+    // The code for a row is long; the second row goes where the first was, and through it again.
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const int r = accumulator_row(i);
+      store_row<typename C::Element, Columns>(acc, 0, o.row_at(tile, request, r) + first_column * 2, tile.holds(r));
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int r = late(accumulator_row(i));
-    if (slot < 0) {
-      store_row<typename C::Element, Columns>(acc, i, o.row_at(tile, request, r) + first_column * 2, tile.holds(r));
-    } else if (tile.holds(r)) {
-      const int64_t at = tile.partial_row(slot, r);
-      store_row_f32<Columns>(acc, i, o.partial_out + at * C::kHeadDimV + first_column);
+      for (int j = 0; j < Columns / 2; j += 4) {
+        acc[j] = acc[j + 2];
+        acc[j + 1] = acc[j + 3];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = late(accumulator_row(i));
+      if (!tile.holds(r)) continue;
+      const int64_t at = tile.partial_row(slot, r) * C::kHeadDimV + first_column;
+      store_row_f32<0>(acc, i, o.partial_out + at + 2 * (lane_id() & 3));
     }
   }
 }

@@ -168,12 +168,12 @@ MLAFORGE_DEVICE void store_row(const float (&acc)[Columns / 2], int i, unsigned 
   }
 }
 
-// The same to float32.
-template <int Columns>
-MLAFORGE_DEVICE void store_row_f32(const float (&acc)[Columns / 2], int i, float* row) {
-#pragma unroll
-  for (int g = 0; g < Columns / 8; ++g) {
-    store_global_v2(row + 8 * g + 2 * (lane_id() & 3), acc[4 * g + 2 * i], acc[4 * g + 2 * i + 1]);
+// The same to float32, from the group of 8 columns `First` on. `row` points at this lane's columns of the first group.
+template <int First, int Count>
+MLAFORGE_DEVICE void store_row_f32(const float (&acc)[Count], int i, float* row) {
+  if constexpr (First < Count / 4) {
+    store_global_v2<32 * First>(row, acc[4 * First + 2 * i], acc[4 * First + 2 * i + 1]);
+    store_row_f32<First + 1>(acc, i, row);
   }
 }
 

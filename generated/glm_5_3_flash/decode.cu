@@ -49,18 +49,17 @@ constexpr int kStrip = 96;  // last columns of O, which the scores' warpgroup ac
 constexpr int kRest = Config::kHeadDimV - kStrip;
 constexpr int kStepsV = Config::kHeadDimV / 16;  // of the scores, with Q in registers
 
-// ---- Shared memory, bytes from the base (213840 of 232448) ---------------------------------------
+// ---- Shared memory, bytes from the base (213848 of 232448) ---------------------------------------
 constexpr int kOffsetTiles = 0;  // 196608: 3 stages of 64 tokens, the columns of V; or of Q
 constexpr int kOffsetP = 196608;  // 16384: probabilities of a tile, 64 x 64
 constexpr int kOffsetFactors = 212992;  // 512: float32 by which a row of O is scaled
 constexpr int kOffsetSchedule = 213504;  // 32: how the requests are cut, and what the mask hides
 constexpr int kOffsetItems = 213536;  // 128: 4 items of work
 constexpr int kOffsetSplits = 213664;  // 32: requests that the part shares with others
-constexpr int kOffsetBarriers = 213696;  // 144: mbarriers, in the order of the plan
+constexpr int kOffsetBarriers = 213696;  // 152: mbarriers, in the order of the plan
 constexpr int kOffsetScratch = 196608;  // 152: prefix sums, extremes
 constexpr int kSubtileBytes = kTokens * 128;
 constexpr int kProbabilityBytes = kRows * kTokens * 2;
-static_assert(kMergeScratch<Config> <= kOffsetFactors, "parts merge in the room of the tiles and of P");
 static_assert(kOffsetBarriers % 8 == 0, "mbarriers are words of 8 bytes");
 
 // ---- Threads -----------------------------------------------------------------------------------------------------
@@ -93,6 +92,7 @@ MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 213744 + 8 * i
 MLAFORGE_DEVICE smem_t drained(smem_t base, int i) { return base + 213760 + 8 * i; }  // 2: the values' has read them
 MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 213776 + 8 * i; }  // 4: the walker has written an item
 MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 213808 + 8 * i; }  // 4: the other roles are done with it
+MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 213840 + 8 * i; }  // 1: partial results that the part merges have landed
 
 // ---- Work --------------------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ MLAFORGE_DEVICE void score(smem_t base, const RowTile<Config>& tile, const Outpu
   Item item;
 #pragma unroll 1
   while (reader.next(base, item)) {
-    const int first_border = tile.border(reader.length(base), tile.hidden(0));
+    const int first_border = warp_uniform(tile.border(reader.length(base), tile.hidden(0)));
     RowState state;
     state.reset();
 #pragma unroll
@@ -439,6 +439,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < 2; ++i) mbarrier_init(drained(base, i), 128);
     for (int i = 0; i < 4; ++i) mbarrier_init(item_full(base, i), 1);
     for (int i = 0; i < 4; ++i) mbarrier_init(item_empty(base, i), 288);
+    for (int i = 0; i < 1; ++i) mbarrier_init(landed(base, i), 1);
     fence_mbarrier_init();
   }
   const RequestLengths lengths(cache_seqlens, table_width, Config::kPageSize);
@@ -472,8 +473,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       accumulate(base, tile, output, exchanges);
     }
     // Whoever has read the last item knows what the walker wrote before it.
-    merge_splits<Config, Policy, kMergeBarrier>(base + kOffsetSplits, base + kOffsetSchedule, base, output, tile, arrivals,
-                                                part);
+    // Results are merged in the room of the tiles and of P.
+    merge_splits<Config, Policy, kMergeBarrier, kOffsetFactors>(base + kOffsetSplits, base + kOffsetSchedule, base,
+                                                                landed(base, 0), output, tile, arrivals, part);
   }
 }
 

@@ -249,8 +249,10 @@ MLAFORGE_DEVICE void store_global(int32_t* p, int32_t v) {
 MLAFORGE_DEVICE void store_global(float* p, float v) {
   asm volatile("st.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
 }
+// `Offset` bytes behind p: of many stores, each would otherwise get an addition of its own.
+template <int Offset>
 MLAFORGE_DEVICE void store_global_v2(float* p, float x, float y) {
-  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
+  asm volatile("st.global.v2.f32 [%0+%3], {%1, %2};" ::"l"(p), "f"(x), "f"(y), "n"(Offset) : "memory");
 }
 MLAFORGE_DEVICE void store_global_v2(void* p, uint32_t x, uint32_t y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(x), "r"(y) : "memory");
@@ -312,6 +314,8 @@ MLAFORGE_DEVICE void stmatrix_x4_transposed(smem_t row, uint32_t m0, uint32_t m1
 // Makes this thread's earlier plain accesses of shared memory visible to later TMA and WGMMA operations. Each writing
 // thread needs it before the barrier after which another thread issues the operation.
 MLAFORGE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same for global memory.
+MLAFORGE_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---------------------------------------------------------------------------------------------------------------
 // mbarriers: 8 bytes of shared memory each.

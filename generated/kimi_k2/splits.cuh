@@ -46,15 +46,15 @@ MLAFORGE_DEVICE Split find_split(smem_t at, smem_t schedule) {
 constexpr int kMergeWarps = 8;
 constexpr int kMergeThreads = 32 * kMergeWarps;
 constexpr int kMergeColumns = 4 * 32;  // that a warp has of a row: a unit of this work
-constexpr int kMergeLoads = 18;        // of 16 bytes, in flight in a thread
-constexpr int kMaxSplits = kMergeWarps * kMergeLoads;
-constexpr int kMergeUnits = 6;  // a warp has no more of them at once: their sums must find room
-constexpr int kExchangeBytes = kMergeWarps * kMergeUnits * kMergeColumns * 4;
-// Weights of every partial row of a share: of r rows and s splits, at most r / s + 2 rows of what s is padded to.
+constexpr int kUnitBytes = 4 * kMergeColumns;
+constexpr int kMaxSplits = 144;
+// Weights of every partial row of a share: of r rows and s splits, at most r / s + 2 rows of s.
 template <class C>
-constexpr int kMergeScratch = kExchangeBytes + 4 * (C::kRows / 3 + 2) * kMergeLoads + 4 * 2 * kMaxSplits;
+constexpr int kWeightBytes = 4 * (C::kRows + 2 * kMaxSplits);
+template <class C>
+constexpr int kMergeScratch = kWeightBytes<C> + kMaxSplits * kUnitBytes;  // or more: what lands at once
 
-// One part's share in the merge of one request. `sharing` warps have a unit together, each at most `Each` of its splits.
+// One part's share in the merge of one request. Its units follow each other in memory, in each of the partial results.
 template <class C, int Barrier>
 struct Merge {
   static constexpr int kUnitsPerRow = C::kHeadDimV / kMergeColumns;
@@ -62,46 +62,62 @@ struct Merge {
   const Output& o;
   const RowTile<C>& tile;
   Split split;
-  smem_t exchange;  // kMergeWarps x kMergeUnits x kMergeColumns float32
-  smem_t weights;   // of every partial row of the share
+  smem_t weights;   // of every partial row of the share, and behind them
+  smem_t partials;  // units of each split
   int begin, end;   // units
 
   MLAFORGE_DEVICE int first_row() const { return begin / kUnitsPerRow; }
-  // The slot of split k, counted from that of the first: the parts behind it have continued what it opened.
-  MLAFORGE_DEVICE static int slots_behind(int k) { return k == 0 ? 0 : continued_slot(k) - opened_slot(0); }
-  MLAFORGE_DEVICE static int64_t slot_floats() { return static_cast<int64_t>(gridDim.x) * C::kRows * C::kHeadDimV; }
+  MLAFORGE_DEVICE smem_t weights_of(int r) const { return weights + 4 * (r - first_row()) * split.splits; }
+  // The parts behind the first have continued what it opened.
   MLAFORGE_DEVICE int64_t partial_row(int k, int r) const {
-    return tile.partial_row(opened_slot(split.first_part) + slots_behind(k), r);
+    const int part = split.first_part + k;
+    return tile.partial_row(k == 0 ? opened_slot(part) : continued_slot(part), r);
   }
 
-  // What each partial row counts, `padded` of them with zeros, and the row's log-sum-exp. A warp has a row.
-  MLAFORGE_DEVICE void weigh(int padded) const {
+  // Starts the copies of `count` units of every split. Called by a warp.
+  MLAFORGE_DEVICE void load(int first, int count, smem_t landed) const {
+    if (lane_id() == 0) mbarrier_arrive_expect_tx(landed, split.splits * count * kUnitBytes);
+    __syncwarp();
+#pragma unroll 1
+    for (int k = lane_id(); k < split.splits; k += 32) {
+      bulk_load(landed, partials + k * count * kUnitBytes,
+                o.partial_out + partial_row(k, 0) * C::kHeadDimV + first * kMergeColumns, count * kUnitBytes);
+    }
+  }
+
+  // What each partial row counts, and the rows' log-sum-exp.
+  MLAFORGE_DEVICE void weigh() const {
     const int last_row = (end - 1) / kUnitsPerRow;
+    const int count = (last_row - first_row() + 1) * split.splits;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += kMergeThreads) {
+      const int r = quotient(i, split.splits);
+      store_shared_f32(weights + 4 * i, load_global(o.partial_lse + partial_row(i - r * split.splits, first_row() + r)));
+    }
+    named_barrier_sync(Barrier, kMergeThreads);
+    // A warp has a row.
 #pragma unroll 1
     for (int r = first_row() + warp_id(); r <= last_row; r += kMergeWarps) {
-      const smem_t row = weights + 4 * (r - first_row()) * padded;
       float max = -infinity();
 #pragma unroll 1
-      for (int k = lane_id(); k < padded; k += 32) {
-        const float lse = k < split.splits ? load_global(o.partial_lse + partial_row(k, r)) : -infinity();
-        store_shared_f32(row + 4 * k, lse);
-        max = fmaxf(max, lse);
-      }
+      for (int k = lane_id(); k < split.splits; k += 32) max = fmaxf(max, load_shared_f32(weights_of(r) + 4 * k));
 #pragma unroll
       for (int mask = 16; mask > 0; mask /= 2) max = fmaxf(max, shuffle_xor(max, mask));
       const float reference = max == -infinity() ? 0.f : max;
       float sum = 0.f;
 #pragma unroll 1
-      for (int k = lane_id(); k < padded; k += 32) {
-        const float weight = exp2_approx(load_shared_f32(row + 4 * k) - reference);
-        store_shared_f32(row + 4 * k, weight);
+      for (int k = lane_id(); k < split.splits; k += 32) {
+        const float weight = exp2_approx(load_shared_f32(weights_of(r) + 4 * k) - reference);
+        store_shared_f32(weights_of(r) + 4 * k, weight);
         sum += weight;
       }
 #pragma unroll
       for (int mask = 16; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
       const float factor = sum == 0.f ? 0.f : 1.f / sum;
 #pragma unroll 1
-      for (int k = lane_id(); k < padded; k += 32) store_shared_f32(row + 4 * k, load_shared_f32(row + 4 * k) * factor);
+      for (int k = lane_id(); k < split.splits; k += 32) {
+        store_shared_f32(weights_of(r) + 4 * k, load_shared_f32(weights_of(r) + 4 * k) * factor);
+      }
       // Where a row is shared by parts, that with its first columns has its log-sum-exp.
       if (lane_id() == 0 && r * kUnitsPerRow >= begin) {
         store_global(o.lse_at(tile, split.request, r), sum == 0.f ? infinity() : (max + log2_approx(sum)) * kLn2);
@@ -110,86 +126,57 @@ struct Merge {
     named_barrier_sync(Barrier, kMergeThreads);
   }
 
-  // As many units at once as loads fit. What is loaded beyond the last split or unit counts nothing: a branch for each
-  // load would take more than it saves. Sums go through shared memory, where the first of the sharing warps finds them.
-  template <int Each>
-  MLAFORGE_DEVICE void sum(int sharing) const {
-    constexpr int kAtOnce = kMergeLoads / Each < kMergeUnits ? kMergeLoads / Each : kMergeUnits;
-    const int member = warp_id() & (sharing - 1);  // a power of two
-    const int group = quotient(warp_id(), sharing);
-    const int groups = quotient(kMergeWarps, sharing);
-    const smem_t mine = exchange + (warp_id() * kMergeUnits * 32 + lane_id()) * 16;
+  // Adds up `count` units from `first` on: a thread has four columns of one.
+  MLAFORGE_DEVICE void sum(int first, int count) const {
 #pragma unroll 1
-    for (int first = begin; first < end; first += groups * kAtOnce) {
-      const int unit = first + group * kAtOnce;
-      float x[kAtOnce][Each][4];
+    for (int i = static_cast<int>(threadIdx.x); i < count * 32; i += kMergeThreads) {
+      const int unit = first + i / 32;
+      const int r = unit / kUnitsPerRow;
+      const smem_t weight = weights_of(r);
+      float acc[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 4
+      for (int k = 0; k < split.splits; ++k) {
+        const float w = load_shared_f32(weight + 4 * k);
+        float x[4];
+        load_shared_v4(partials + k * count * kUnitBytes + i * 16, x);
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        const int at = unit + u < end ? unit + u : end - 1;
-        const float* from = o.partial_out + partial_row(0, at / kUnitsPerRow) * C::kHeadDimV +
-                            at % kUnitsPerRow * kMergeColumns + 4 * lane_id();
-#pragma unroll
-        for (int i = 0; i < Each; ++i) {
-          const int k = member + sharing * i < split.splits ? member + sharing * i : split.splits - 1;
-          load_global_v4(from + slots_behind(k) * slot_floats(), x[u][i]);
-        }
+        for (int e = 0; e < 4; ++e) acc[e] = fmaf(w, x[e], acc[e]);
       }
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        const int at = unit + u < end ? unit + u : end - 1;
-        const smem_t weight = weights + 4 * ((at / kUnitsPerRow - first_row()) * (sharing * Each) + member);
-        float acc[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-        for (int i = 0; i < Each; ++i) {
-          const float w = load_shared_f32(weight + 4 * sharing * i);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) acc[e] = fmaf(w, x[u][i][e], acc[e]);
-        }
-        store_shared_v4(mine + u * 512, acc);
-      }
-      if (sharing > 1) named_barrier_sync(Barrier, kMergeThreads);
-#pragma unroll 1
-      for (int u = 0; member == 0 && u < kAtOnce && unit + u < end; ++u) {
-        float acc[4];
-        load_shared_v4(mine + u * 512, acc);
-#pragma unroll 1
-        for (int other = 1; other < sharing; ++other) {
-          float more[4];
-          load_shared_v4(mine + other * (kMergeUnits * 512) + u * 512, more);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) acc[e] += more[e];
-        }
-        const int r = (unit + u) / kUnitsPerRow;
-        const int column = (unit + u) % kUnitsPerRow * kMergeColumns + 4 * lane_id();
-        store_global_v2(o.row_at(tile, split.request, r) + 2 * column, pack2<typename C::Element>(acc[0], acc[1]),
-                        pack2<typename C::Element>(acc[2], acc[3]));
-      }
-      if (sharing > 1) named_barrier_sync(Barrier, kMergeThreads);
+      const int column = unit % kUnitsPerRow * kMergeColumns + 4 * lane_id();
+      store_global_v2(o.row_at(tile, split.request, r) + 2 * column, pack2<typename C::Element>(acc[0], acc[1]),
+                      pack2<typename C::Element>(acc[2], acc[3]));
     }
   }
 
-  MLAFORGE_DEVICE void run() const {
-    if (begin == end) return;
-    int sharing = 1;
-    while (split.splits > kMergeLoads * sharing) sharing *= 2;
-    const bool two = split.splits == 2;
-    weigh(two ? 2 : sharing * kMergeLoads);
-    if (two) {
-      sum<2>(1);
-    } else {
-      sum<kMergeLoads>(sharing);
+  // `bytes` of room are behind `weights`; `landed` is an mbarrier of one arrival, `phase` that which it is in.
+  MLAFORGE_DEVICE void run(int bytes, smem_t landed, int& phase) const {
+    const int at_once = quotient((bytes - kWeightBytes<C>) / kUnitBytes, split.splits);
+#pragma unroll 1
+    for (int first = begin; first < end; first += at_once) {
+      const int count = end - first < at_once ? end - first : at_once;
+      if (threadIdx.x < 32) load(first, count, landed);
+      if (first == begin) weigh();
+      mbarrier_wait(landed, phase);
+      phase ^= 1;
+      sum(first, count);
+      named_barrier_sync(Barrier, kMergeThreads);
     }
   }
 };
 
 // Announces this part's partial results, stored before, and merges its shares of the requests that it shares. Called by
-// the first kMergeThreads threads; `scratch` is kMergeScratch bytes that nobody uses any
-// more. `arrivals` counts, for each tile
-// and part, who has stored and then who has gone on: the last one leaves a zero for the next launch.
-template <class C, class Policy, int Barrier>
-MLAFORGE_DEVICE void merge_splits(smem_t splits, smem_t schedule, smem_t scratch, const Output& o, const RowTile<C>& tile,
-                                  int32_t* arrivals, int part) {
+// the first kMergeThreads threads; `scratch` is `Bytes` of shared memory that nobody uses any more, `landed` an mbarrier of
+// one arrival in its first phase. `arrivals` counts, for each tile and part, who has stored and then who has gone on: the
+// last one leaves a zero for the next launch.
+template <class C, class Policy, int Barrier, int Bytes>
+MLAFORGE_DEVICE void merge_splits(smem_t splits, smem_t schedule, smem_t scratch, smem_t landed, const Output& o,
+                                  const RowTile<C>& tile, int32_t* arrivals, int part) {
+  static_assert(kMergeScratch<C> <= Bytes, "a unit of every split has room");
   const auto counter = [&](int first_part) { return arrivals + blockIdx.x * gridDim.y + first_part; };
+  // Partial results were written by plain stores, here and in other blocks; bulk copies read them, and write where plain
+  // stores have written.
+  fence_proxy_async_global();
+  fence_proxy_async();
   named_barrier_sync(Barrier, kMergeThreads);
   if (threadIdx.x < 2) {
     const smem_t at = splits + static_cast<int>(threadIdx.x) * kSplitBytes;
@@ -199,6 +186,8 @@ MLAFORGE_DEVICE void merge_splits(smem_t splits, smem_t schedule, smem_t scratch
   }
   named_barrier_sync(Barrier, kMergeThreads);
   const int rows = tile.rows - tile.first_row < C::kRows ? tile.rows - tile.first_row : C::kRows;
+  const int units = rows * Merge<C, Barrier>::kUnitsPerRow;
+  int phase = 0;
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     int32_t words[4];
@@ -212,17 +201,16 @@ MLAFORGE_DEVICE void merge_splits(smem_t splits, smem_t schedule, smem_t scratch
       if (atomic_add_acq_rel(arrived, 1) == 2 * split.splits - 1) store_global(arrived, 0);
     }
     named_barrier_sync(Barrier, kMergeThreads);
-    const int units = rows * Merge<C, Barrier>::kUnitsPerRow;
+    fence_proxy_async_global();
     const int k = part - split.first_part;
     const Merge<C, Barrier> merge{o,
                                   tile,
                                   split,
                                   scratch,
-                                  scratch + kExchangeBytes,
+                                  scratch + kWeightBytes<C>,
                                   quotient(units * k, split.splits),
                                   quotient(units * (k + 1), split.splits)};
-    merge.run();
-    named_barrier_sync(Barrier, kMergeThreads);
+    merge.run(Bytes, landed, phase);
   }
 }
 

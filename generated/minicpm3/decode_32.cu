@@ -46,7 +46,7 @@ constexpr int kSubtilesRope = kSubtiles - kSubtilesV;
 constexpr int kHalfV = kSubtilesV / 2;  // subtiles of O that a warpgroup stores
 constexpr int kRing = 24;  // subtiles of K in shared memory
 
-// ---- Shared memory, bytes from the base (229344 of 232448) ---------------------------------------
+// ---- Shared memory, bytes from the base (229352 of 232448) ---------------------------------------
 constexpr int kOffsetQ = 0;  // 20480: 32 rows x 5 subtiles; half of O when an item ends
 constexpr int kOffsetK = 20480;  // 196608: 24 subtiles of 64 tokens; V is in them
 constexpr int kOffsetP = 217088;  // 8192: probabilities, 32 x 64 a warpgroup
@@ -54,13 +54,12 @@ constexpr int kOffsetMaxima = 225280;  // 1024: float32, of each warp, a warpgro
 constexpr int kOffsetStatistics = 226304;  // 2560: sums of each warp, reference; a warpgroup, by turns
 constexpr int kOffsetSchedule = 228864;  // 32: how the requests are cut
 constexpr int kOffsetSplits = 228896;  // 32: requests that the part shares with others
-constexpr int kOffsetBarriers = 228928;  // 416: mbarriers, in the order of the plan
+constexpr int kOffsetBarriers = 228928;  // 424: mbarriers, in the order of the plan
 constexpr int kOffsetScratch = 217088;  // 152: prefix sums, extremes
 constexpr int kSubtileBytes = kTokens * 128;
 constexpr int kQSubtileBytes = kRows * 128;
 constexpr int kStatisticsBytes = 5 * kRows * 4;
 static_assert(kOffsetBarriers % 8 == 0, "mbarriers are words of 8 bytes");
-static_assert(kMergeScratch<Config> <= kOffsetSchedule, "parts merge in the room of Q, K and P");
 static_assert(kSubtiles * kQSubtileBytes >= kHalfV * 64 * kRows * 4, "half of O in float32 passes through the room of Q");
 
 // ---- Threads -----------------------------------------------------------------------------------------------------
@@ -90,6 +89,7 @@ MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 229120 + 8 * i;
 MLAFORGE_DEVICE smem_t scored(smem_t base, int i) { return base + 229312 + 8 * i; }  // 2: the scores of a warpgroup's tile are done
 MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 229328 + 8 * i; }  // 1: Q has landed
 MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 229336 + 8 * i; }  // 1: the item is finished with it, and with what took its place
+MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 229344 + 8 * i; }  // 1: partial results that the part merges have landed
 
 // The subtiles of a tile stand in the ring with the columns behind V first: they are done with first.
 MLAFORGE_DEVICE int subtile_of(int place) { return place < kSubtilesRope ? kSubtilesV + place : place - kSubtilesRope; }
@@ -442,6 +442,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < 2; ++i) mbarrier_init(scored(base, i), 4);
     for (int i = 0; i < 1; ++i) mbarrier_init(q_full(base, i), 1);
     for (int i = 0; i < 1; ++i) mbarrier_init(q_empty(base, i), 256);
+    for (int i = 0; i < 1; ++i) mbarrier_init(landed(base, i), 1);
     fence_mbarrier_init();
   }
   const RequestLengths lengths(cache_seqlens, table_width, Config::kPageSize);
@@ -469,8 +470,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     take_registers<kConsumerRegisters>();
     consume(base, warp >> 2, tile, output, walk, scale_log2);
     named_barrier_sync(kSplitsBarrier, kMergeThreads + 32);
-    merge_splits<Config, Policy, kPairBarrier>(base + kOffsetSplits, base + kOffsetSchedule, base, output, tile,
-                                               arrivals, part);
+    // Results are merged in the room of Q, K and P.
+    merge_splits<Config, Policy, kPairBarrier, kOffsetMaxima>(base + kOffsetSplits, base + kOffsetSchedule, base,
+                                                              landed(base, 0), output, tile, arrivals, part);
   }
 }
 

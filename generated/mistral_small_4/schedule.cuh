@@ -163,6 +163,7 @@ MLAFORGE_DEVICE Schedule<Policy> make_schedule(RequestLengths lengths, int batch
   int mine = 0;
   int longest = 0;
   int shortest = 0x7fffffff;
+#pragma unroll 1
   for (int i = begin; i < end; ++i) {
     const int blocks = request_blocks<Policy>(lengths(i));
     mine += blocks + Policy::kFixedOverheadBlocks;
@@ -210,6 +211,7 @@ MLAFORGE_DEVICE Schedule<Policy> make_schedule(RequestLengths lengths, int batch
   if (part < s.parts && prefix <= s.from && s.from < prefix + mine) {
     int i = begin;
     int start = prefix;
+#pragma unroll 1
     for (;; ++i) {
       const int next = start + request_blocks<Policy>(lengths(i)) + Policy::kFixedOverheadBlocks;
       if (s.from < next) break;

@@ -51,7 +51,7 @@ constexpr int kRest = Config::kHeadDimV - kStrip;
 constexpr int kStepsV = Config::kHeadDimV / 16;  // of the scores, with Q in registers
 constexpr int kStepsRope = kHeadDimQK / 16 - kStepsV;  // with Q in shared memory
 
-// ---- Shared memory, bytes from the base (230272 of 232448) ---------------------------------------
+// ---- Shared memory, bytes from the base (230280 of 232448) ---------------------------------------
 constexpr int kOffsetTiles = 0;  // 196608: 3 stages of 64 tokens, the columns of V; or of Q
 constexpr int kOffsetQRope = 196608;  // 8192: the columns of Q behind V
 constexpr int kOffsetRope = 204800;  // 8192: the columns of a tile behind V
@@ -61,11 +61,10 @@ constexpr int kOffsetFactors = 229376;  // 512: float32 by which a row of O is s
 constexpr int kOffsetSchedule = 229888;  // 32: how the requests are cut, and what the mask hides
 constexpr int kOffsetItems = 229920;  // 128: 4 items of work
 constexpr int kOffsetSplits = 230048;  // 32: requests that the part shares with others
-constexpr int kOffsetBarriers = 230080;  // 192: mbarriers, in the order of the plan
+constexpr int kOffsetBarriers = 230080;  // 200: mbarriers, in the order of the plan
 constexpr int kOffsetScratch = 221184;  // 152: prefix sums, extremes
 constexpr int kSubtileBytes = kTokens * 128;
 constexpr int kProbabilityBytes = kRows * kTokens * 2;
-static_assert(kMergeScratch<Config> <= kOffsetFactors, "parts merge in the room of the tiles and of P");
 static_assert(kOffsetBarriers % 8 == 0, "mbarriers are words of 8 bytes");
 static_assert(kOffsetShared == kOffsetRope + kSubtilesRope * kSubtileBytes && kOffsetShared == kOffsetP - kProbabilityBytes,
               "the shared buffer follows the one and comes before the other");
@@ -106,6 +105,7 @@ MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 230176 + 8 * i
 MLAFORGE_DEVICE smem_t drained(smem_t base, int i) { return base + 230192 + 8 * i; }  // 2: the values' has read them
 MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 230208 + 8 * i; }  // 4: the walker has written an item
 MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 230240 + 8 * i; }  // 4: the other roles are done with it
+MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 230272 + 8 * i; }  // 1: partial results that the part merges have landed
 
 // ---- Work --------------------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ MLAFORGE_DEVICE void score(smem_t base, const RowTile<Config>& tile, const Outpu
   Item item;
 #pragma unroll 1
   while (reader.next(base, item)) {
-    const int first_border = tile.border(reader.length(base), tile.hidden(0));
+    const int first_border = warp_uniform(tile.border(reader.length(base), tile.hidden(0)));
     RowState state;
     state.reset();
 #pragma unroll
@@ -498,6 +498,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < 2; ++i) mbarrier_init(drained(base, i), 128);
     for (int i = 0; i < 4; ++i) mbarrier_init(item_full(base, i), 1);
     for (int i = 0; i < 4; ++i) mbarrier_init(item_empty(base, i), 320);
+    for (int i = 0; i < 1; ++i) mbarrier_init(landed(base, i), 1);
     fence_mbarrier_init();
   }
   const RequestLengths lengths(cache_seqlens, table_width, Config::kPageSize);
@@ -536,8 +537,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       accumulate(base, tile, output, exchanges);
     }
     // Whoever has read the last item knows what the walker wrote before it.
-    merge_splits<Config, Policy, kMergeBarrier>(base + kOffsetSplits, base + kOffsetSchedule, base, output, tile, arrivals,
-                                                part);
+    // Results are merged in the room of the tiles and of P.
+    merge_splits<Config, Policy, kMergeBarrier, kOffsetFactors>(base + kOffsetSplits, base + kOffsetSchedule, base,
+                                                                landed(base, 0), output, tile, arrivals, part);
   }
 }
 

@@ -364,6 +364,9 @@ class _Regions:
         return (*self.placed, scratch), tuple(placed)
 
 
+_LANDED = Mbarrier("landed", 1, 1, 0, "partial results that the part merges have landed")
+
+
 def _plain(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     """Two warpgroups, one with the scores and the left half of O, the other with the right half; Q in shared memory."""
     # Warpgroups trade registers in multiples of 8; three of them share an SM's file, which the launch splits evenly.
@@ -377,6 +380,7 @@ def _plain(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
         Mbarrier("q_empty", 1, 4, 0, "the 4 warps that read Q have finished with it"),
         Mbarrier("filled", 1, 128, 0, "warpgroup 0 has written P and the row factors of a tile"),
         Mbarrier("drained", 1, 128, 0, "warpgroup 1 has read them"),
+        _LANDED,
     )
     roles = (
         WarpRole("warpgroup 0", 4, consumer, "S = Q K^T, softmax, left half of O += P V"),
@@ -448,6 +452,7 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
         Mbarrier("drained", exchanges, 128, 0, "the values' has read them"),
         Mbarrier("item_full", items, 1, 0, "the walker has written an item"),
         Mbarrier("item_empty", items, 2 * 128 + (64 if subtiles_rope else 32), 0, "the other roles are done with it"),
+        _LANDED,
     )
     roles = (
         WarpRole("scores", 4, scores, "S = Q K^T, softmax" + (", the last columns of O += P V" if strip else "")),
@@ -549,6 +554,7 @@ def _swapped_memory(
             Mbarrier("scored", 2, 4, 0, "the scores of a warpgroup's tile are done"),
             Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
             Mbarrier("q_empty", 1, 256, 0, "the item is finished with it, and with what took its place"),
+            _LANDED,
         ),
         roles,
     )

@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(64)
   // Global: four floats in one load, one by one for the rest.
   float four[4];
   load_global_v4(floats + 4 * t, four);
-  store_global_v2(out_floats + 4 * t, four[3], four[2]);
+  store_global_v2<16>(out_floats + 4 * (t - 1), four[3], four[2]);
   store_global(out_floats + 4 * t + 2, four[1]);
   store_global(out_floats + 4 * t + 3, load_global(floats + 4 * t));
   uint32_t word[4];

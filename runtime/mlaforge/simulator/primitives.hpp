@@ -338,9 +338,10 @@ inline void store_global(int32_t* p, int32_t v, Where where = Where::current()) 
   sim::store_global<int32_t, 1>(p, &v, where);
 }
 inline void store_global(float* p, float v, Where where = Where::current()) { sim::store_global<float, 1>(p, &v, where); }
-inline void store_global_v2(float* p, float x, float y, Where where = Where::current()) {
+template <int Offset>
+void store_global_v2(float* p, float x, float y, Where where = Where::current()) {
   const float v[2] = {x, y};
-  sim::store_global<float, 2>(p, v, where);
+  sim::store_global<float, 2>(p + Offset / 4, v, where);
 }
 inline void store_global_v2(void* p, uint32_t x, uint32_t y, Where where = Where::current()) {
   const uint32_t v[2] = {x, y};
@@ -468,6 +469,8 @@ inline void stmatrix_x4_transposed(smem_t row, uint32_t m0, uint32_t m1, uint32_
 }
 
 inline void fence_proxy_async() { sim::machine->fence_async(); }
+// Global memory is one here: which proxy sees it how is not modelled.
+inline void fence_proxy_async_global() {}
 
 // ---- mbarriers
 
