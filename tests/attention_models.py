@@ -1,0 +1,184 @@
+"""What the tests of the attention layer share: transformers' own layers, small, with random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "beta_fast": 32.0, "beta_slow": 1.0}
+# Contexts short enough that some pairs are slowed down and some are not, and that late positions matter.
+SHORT = {"original_max_position_embeddings": 64}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A layer of transformers at small dimensions, with the oddities that its model has."""
+
+    module: str
+    prefix: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    attention: str = ""
+    max_position: int = 512
+
+    def config(self, **fields: Any) -> Any:
+        """Make transformers' configuration."""
+        home = importlib.import_module(f"transformers.models.{self.module}.configuration_{self.module}")
+        dims = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 2}
+        ranks = {"q_lora_rank": 24, "kv_lora_rank": 32}
+        heads = {"qk_nope_head_dim": 20, "qk_rope_head_dim": 16, "v_head_dim": 12}
+        config = getattr(home, f"{self.prefix}Config")(
+            **{**dims, **ranks, **heads, "max_position_embeddings": self.max_position, **self.fields, **fields}
+        )
+        config._attn_implementation = "sdpa"
+        return config
+
+    def layer(self, config: Any, seed: int = 0) -> torch.nn.Module:
+        """Make transformers' attention module with random weights that keep the size of what passes through."""
+        home = importlib.import_module(f"transformers.models.{self.module}.modeling_{self.module}")
+        layer: torch.nn.Module = getattr(home, self.attention or f"{self.prefix}Attention")(config, layer_idx=0)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, tensor in layer.named_parameters():
+                values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+                if name.endswith("norm.weight"):
+                    tensor.copy_(1 + 0.2 * values)
+                else:
+                    # Queries of twice the size: a softmax that chooses shows a wrong score.
+                    size = 2.0 if name.startswith(("q_b", "q_proj")) else 1.0
+                    tensor.copy_(values * size / tensor.shape[-1] ** 0.5)
+        return layer.eval()
+
+    def rotary(self, config: Any) -> Any:
+        """Make transformers' rotary embedding; None for a model that does not rotate."""
+        home = importlib.import_module(f"transformers.models.{self.module}.modeling_{self.module}")
+        make = getattr(home, f"{self.prefix}RotaryEmbedding", None)
+        return None if make is None else make(config)
+
+
+MODELS = {
+    "DeepSeek-V2-Lite": Model(
+        "deepseek_v2",
+        "DeepseekV2",
+        {
+            "q_lora_rank": None,
+            "rope_parameters": {**YARN, **SHORT, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "DeepSeek-V3": Model(
+        "deepseek_v3",
+        "DeepseekV3",
+        {"rope_parameters": {**YARN, **SHORT, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "yarn with another attention factor": Model(
+        "deepseek_v3",
+        "DeepseekV3",
+        {"rope_parameters": {**YARN, **SHORT, "factor": 32, "mscale": 0.5, "mscale_all_dim": 1.0, "truncate": False}},
+    ),
+    "biases, half-split": Model("deepseek_v3", "DeepseekV3", {"attention_bias": True, "rope_interleave": False}),
+    "linear": Model("deepseek_v3", "DeepseekV3", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "MiniCPM3": Model(
+        "minicpm3",
+        "MiniCPM3",
+        {
+            "v_head_dim": None,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0 + i / 8 for i in range(8)],
+                "long_factor": [2.0 + i for i in range(8)],
+                **SHORT,
+            },
+        },
+        max_position=64,
+    ),
+    "longrope, long": Model(
+        "minicpm3",
+        "MiniCPM3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0 + i for i in range(8)],
+                "original_max_position_embeddings": 4,
+            }
+        },
+    ),
+    "GLM-4.7-Flash": Model("glm4_moe_lite", "Glm4MoeLite", {"v_head_dim": 28, "rope_parameters": {"rope_theta": 1e6}}),
+    "LongCat-Flash": Model("longcat_flash", "LongcatFlash", {"head_dim": 16}, attention="LongcatFlashMLA"),
+    "Youtu-LLM": Model("youtu", "Youtu", {"rope_parameters": {"rope_theta": 1.6e6}}),
+    "Mistral Small 4": Model(
+        "mistral4",
+        "Mistral4",
+        {
+            "rope_parameters": {
+                **YARN,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        },
+    ),
+    "Kimi-Linear": Model("kimi_linear", "KimiLinear", {"q_lora_rank": None}),
+    "Ling-3": Model("bailing_hybrid", "BailingHybrid"),
+}
+
+
+class _Doubled(TorchDispatchMode):
+    """What would be rounded to float32 on the way stays float64."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def computing(dtype: torch.dtype) -> Iterator[None]:
+    """In float64, also what a layer casts to float32 by itself; or as it does it."""
+    if dtype != torch.float64:
+        yield
+        return
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with _Doubled():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+class Theirs:
+    """transformers' layer with its own cache, called with one piece of one sequence after the other."""
+
+    def __init__(self, model: Model, config: Any, layer: torch.nn.Module, dtype: torch.dtype) -> None:
+        from transformers import DynamicCache
+
+        self._layer, self._dtype = layer.to(dtype), dtype
+        with computing(dtype):
+            self._rotary = model.rotary(config)
+        self._cache = DynamicCache()
+        self._context = 0
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Give (n, hidden_size) for the next n tokens (n, hidden_size)."""
+        n = hidden.shape[0]
+        positions = torch.arange(self._context, self._context + n).unsqueeze(0)
+        self._context += n
+        seen = torch.ones(n, self._context, dtype=torch.bool).tril(self._context - n)[None, None]
+        given: dict[str, Any] = {"position_ids": positions, "attention_mask": seen, "cache": self._cache}
+        with torch.no_grad(), computing(self._dtype):
+            x = hidden.to(self._dtype).unsqueeze(0)
+            if self._rotary is not None:
+                given["position_embeddings"] = self._rotary(x, positions)
+            out: torch.Tensor = self._layer(x, **given)[0]
+        return out[0]
