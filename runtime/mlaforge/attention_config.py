@@ -1,4 +1,4 @@
-"""What a model's config.json says of an attention layer: dimensions, rotation, scales, and what one model alone does."""
+"""What a model's config.json says of an attention layer: dimensions, rotation, scales, and what few models do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 
 NORM_EPS = 1e-6
-"""Of the norms of compressed queries and latents: the models build them without rms_norm_eps, which some set to 1e-5."""
+"""Of the norms of compressed queries and latents: models build them without rms_norm_eps, which some set to 1e-5."""
 
+_ROPE_TYPES = {"deepseek_yarn": "yarn", "su": "longrope"}
+"""Older words."""
 _CONTEXTS = ("max_position_embeddings", "model_max_length")
 _NEIGHBOURS = frozenset(
     {
@@ -228,7 +230,8 @@ def _rope_parameters(config: Mapping[str, Any], context: int) -> Mapping[str, An
     if not isinstance(found, Mapping):
         raise ValueError(f"rope_parameters is {found!r}; it must be a mapping")
     parameters = {"rope_theta": config.get("rope_theta"), **found}
-    parameters["rope_type"] = found.get("rope_type", found.get("type")) or "default"
+    kind = found.get("rope_type", found.get("type")) or "default"
+    parameters["rope_type"] = _ROPE_TYPES.get(kind, kind)
     # Where a file has it outside, that one counts.
     original = config.get("original_max_position_embeddings")
     parameters["original_max_position_embeddings"] = (
@@ -265,7 +268,7 @@ def _interleaved(config: Mapping[str, Any]) -> bool:
     if model in _NEIGHBOURS:
         return True
     raise ValueError(
-        f"model_type is {model!r}, of which it is not known which rotary elements are a pair; add rope_interleave: true "
+        f"model_type is {model!r}, of which it is not known which rotary elements are a pair; add rope_interleave, true "
         "if x_2i and x_2i+1 are, false if x_i and x_i+half are"
     )
 
