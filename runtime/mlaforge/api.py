@@ -1,4 +1,4 @@
-"""What a user calls: `load` a spec or a generated folder, then `decode`, `prefill`, `gather`, `append`, `merge`."""
+"""What a user calls: `load` a spec or a generated folder, then `decode`, `prefill`, `chunked_prefill`, `gather`, ..."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from mlaforge.cache import default_directory
+from mlaforge.chunked import ChunkedPrefill, ContextLimits, ContextRounds, chunked_prefill, context_rounds
+from mlaforge.chunked import loaded as loaded_chunked
 from mlaforge.decode import DecodeRunner
 from mlaforge.decode import loaded as loaded_decode
 from mlaforge.launch import Cuda
@@ -35,9 +37,12 @@ class MLA:
         self._memory = MemoryKernels(manifest, backend, self._runner.key)
         loaded_memory.add(self._memory)
         self._prefill: PrefillRunner | None = None
+        self._chunked: ChunkedPrefill | None = None
         if (kernel := manifest.kernels.get("prefill")) is not None:
             self._prefill = PrefillRunner(manifest, kernel, backend, self._runner.key)
             loaded_prefill.add(self._prefill)
+            self._chunked = ChunkedPrefill(self._prefill, self._memory, backend)
+            loaded_chunked.add(self._chunked)
 
     def decode(
         self,
@@ -144,6 +149,119 @@ class MLA:
             lse = q.new_empty((*q.shape[1::-1],), dtype=torch.float32)
         torch.ops.mlaforge.prefill_out(*arguments, out, lse, runner.key, causal, scale)
         return out, lse
+
+    @property
+    def chunked(self) -> ChunkedPrefill:
+        """What runs chunked prefill; ValueError if the spec has no prefill kernel."""
+        if self._chunked is None:
+            raise ValueError(f"{self.manifest.name} has no prefill kernel: `mlaforge plan` says why")
+        return self._chunked
+
+    def chunked_prefill(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        max_context: int,
+        workspace_tokens: int,
+        total_context: int | None = None,
+        rounds: ContextRounds | None = None,
+        softmax_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend from new tokens to the cached ones before them, read in rounds of bounded size, and to themselves.
+
+        What `prefill` gives for the keys and values of all tokens of each request, its context and then the new ones,
+        under the causal mask. The new tokens may be in the cache already or not: they are taken from `latent`. Keys and
+        values are rounded to the cache's dtype; so are the results of rounds, and again each time that two are merged.
+
+        Works on the current stream of q's device and never waits for it. How much of whose context a round reads is
+        worked out on the device, so a captured graph may be replayed with other lengths and tables within the limits.
+        Beside the results it takes memory for the latents of a round; for the keys and values of a round or of the new
+        tokens, whichever are more; and for a few more results, as many as the logarithm of the number of rounds.
+
+        Args:
+            q: (total_q, heads, qk_nope_head_dim + qk_rope_head_dim), bf16 or fp16 as the spec's cache: the part without
+                RoPE, then the rotated one; the last dimension contiguous, other strides multiples of 16 bytes.
+            latent: (total_q, d_qk) of the same dtype: the new tokens as the cache holds them, the normalised latent,
+                then the rotated part.
+            kv_b: (heads, qk_nope_head_dim + v_head_dim, kv_lora_rank), the same dtype: kv_b_proj's weight, of each head
+                the rows that make its keys, then those that make its values.
+            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, 1, d_qk), the same dtype; the last
+                dimension contiguous, other strides multiples of 16 bytes.
+            block_table: (b, max_blocks) int32: the block of each page. Entries of pages without a token of the context
+                are not read.
+            cu_seqlens_q: (b + 1,) int32, ascending: where each request begins in q and latent, and the last one's end.
+            context_lens: (b,) int32: tokens of each request that were there before the new ones.
+            max_context: no request has a longer context; tokens of one that has are left out.
+            workspace_tokens: of all requests together, whose context a round reads. Multiples of the prefill kernel's
+                tile_kv, `mla.chunked.tile`, leave nothing unused.
+            total_context: all contexts together are no longer than this, where the host knows it: then there are no
+                more rounds than they need. Without it there are enough for max_context tokens of every request, and
+                those that find nothing left still take time. Tokens beyond it are left out.
+            rounds: what `context_rounds` gave for these lengths and limits, so that the layers of a model share it.
+            softmax_scale: of the logits; the model's own if None.
+            out: (total_q, heads, v_head_dim) to write to, of q's dtype; made if None.
+            lse: (heads, total_q) float32, contiguous, to write to; made if None.
+
+        Returns:
+            out, and the natural logarithm of the sum of exponentials of each row. Of rows that no request has, what
+            they hold means nothing.
+
+        Raises:
+            ValueError: an argument does not fit; it says which, what it is and what it must be. Or the spec has no
+                prefill kernel. Nothing was launched.
+            CudaError: the driver refused the launch.
+        """
+        return chunked_prefill(
+            self,
+            q,
+            latent,
+            kv_b,
+            kv_cache,
+            block_table,
+            cu_seqlens_q,
+            context_lens,
+            max_context=max_context,
+            workspace_tokens=workspace_tokens,
+            total_context=total_context,
+            rounds=rounds,
+            softmax_scale=softmax_scale,
+            out=out,
+            lse=lse,
+        )
+
+    def context_rounds(
+        self,
+        context_lens: torch.Tensor,
+        *,
+        max_context: int,
+        workspace_tokens: int,
+        total_context: int | None = None,
+    ) -> ContextRounds:
+        """Work out, on the device, which cached tokens each round of `chunked_prefill` reads.
+
+        It does so itself where it is not given the result, in some twenty small operations of torch; the layers of a
+        model, whose lengths are the same, can share them.
+
+        Args:
+            context_lens: (b,) int32, as in `chunked_prefill`.
+            max_context: likewise.
+            workspace_tokens: likewise.
+            total_context: likewise.
+
+        Raises:
+            ValueError: an argument does not fit; it says which, what it is and what it must be. Or the spec has no
+                prefill kernel.
+        """
+        limits = ContextLimits(max_context, workspace_tokens, total_context)
+        return context_rounds(context_lens, limits, self.chunked.tile)
 
     def gather(
         self,

@@ -144,6 +144,17 @@ class MemoryKernels:
             if tensor is not None:
                 require_dtype(name, tensor, torch.int32)
 
+    def check_pages(self, kv_cache: torch.Tensor, block_table: torch.Tensor) -> tuple[int, int]:
+        """Check how the pages and their table lie in memory; give the cache's strides, of blocks and of tokens."""
+        if kv_cache.shape[0] < 1:
+            raise ValueError(f"kv_cache has shape {shape_of(kv_cache)}; it must hold at least one block")
+        if block_table.shape[1] > 1 and block_table.stride(1) != 1:
+            raise ValueError(
+                f"block_table has stride {block_table.stride(1)} in its last dimension; it must be contiguous there"
+            )
+        cache_b, cache_t, *_ = piece_strides("kv_cache", kv_cache)
+        return cache_b, cache_t
+
     def gather(self, tensors: GatherTensors) -> None:
         """Check everything, then launch on the current stream of the cache's device."""
         call = self._calls.get(tensors, lambda: self._prepare_gather(tensors))
@@ -167,12 +178,7 @@ class MemoryKernels:
         require_shape("out", out, ("total_tokens", self.manifest.d_qk))
         require_dtype("out", out, self._dtype)
         device = self._check_devices(tensors)
-        if cache.shape[0] < 1:
-            raise ValueError(f"kv_cache has shape {shape_of(cache)}; it must hold at least one block")
-        if table.shape[1] > 1 and table.stride(1) != 1:
-            raise ValueError(
-                f"block_table has stride {table.stride(1)} in its last dimension; it must be contiguous there"
-            )
+        cache_b, cache_t = self.check_pages(cache, table)
         require_contiguous("cu_seqlens", cu_seqlens)
         if starts is not None:
             require_contiguous("seq_starts", starts)
@@ -180,7 +186,6 @@ class MemoryKernels:
         rows, batch = out.shape[0], table.shape[0]
         if rows >= _MAX_ITEMS:
             raise ValueError(f"out has {rows:,} rows; it must have fewer than {_MAX_ITEMS:,}")
-        cache_b, cache_t, *_ = piece_strides("kv_cache", cache)
         (out_stride,) = piece_strides("out", out)
         sizes = (cache_b, cache_t, cache.shape[0], table.stride(0), table.shape[1], batch, out_stride, rows)
         tokens_per_block = self.manifest.kernels["gather"].constants["tokens_per_block"]

@@ -1,6 +1,7 @@
 """Random prefill problems against the float64 reference, by the same criteria as decode's (verify.py).
 
-What belongs to no sequence is NaN in q, k and v, and so is what the kernel must write, beforehand.
+What belongs to no sequence is NaN in q, k and v, and so is what the kernel must write, beforehand. Some problems are
+chunked prefills: the last q of the k tokens are new, those before them lie in a paged cache.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import ClassVar, Protocol
 import torch
 
 from mlaforge.arguments import DTYPES
+from mlaforge.chunked import ContextLimits
 from mlaforge.manifest import Kernel, Manifest
-from mlaforge.reference import prefill_reference
+from mlaforge.reference import chunked_prefill_reference, prefill_reference
 from mlaforge.verify import (
+    IMPOSSIBLE_PAGE,
     Errors,
     Report,
     check_output,
@@ -54,6 +57,25 @@ class Prefiller(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of sequences that lie one behind the other."""
 
+    def chunked_prefill(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        max_context: int,
+        workspace_tokens: int,
+        total_context: int | None = None,
+        softmax_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of new tokens to cached ones and to themselves."""
+
 
 @dataclass(frozen=True)
 class PrefillProblem:
@@ -75,9 +97,13 @@ class PrefillProblem:
     margin: int = 0
     """Rows of q, k and v before the first sequence, and behind the last."""
     interleaved: bool = False
-    """k and v are columns of one tensor, and heads come before rows in q."""
+    """k and v are columns of one tensor, or latent is columns of a wider one; and heads come before rows in q."""
     nan_sequence: int = -1
     """A sequence one of whose own tokens is NaN, which must stay in it; -1 if none."""
+    workspace: int = 0
+    """Tokens of a chunked prefill's workspace; 0: it is one call of the kernel."""
+    total_known: bool = False
+    """The chunked prefill is told how long all contexts are together."""
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning with a ValueError."""
@@ -90,12 +116,23 @@ class PrefillProblem:
             raise ValueError(f"margin must be at least 0; got {self.margin}")
         if not -1 <= self.nan_sequence < len(self.q):
             raise ValueError(f"nan_sequence must be -1 or a sequence of {len(self.q)}; got {self.nan_sequence}")
+        if self.workspace < 0:
+            raise ValueError(f"workspace must be at least 0; got {self.workspace}")
+        if self.workspace:
+            if not self.causal or self.nan_sequence >= 0:
+                raise ValueError("with a workspace, causal must be 1 and nan_sequence -1")
+            if any(n > length for n, length in zip(self.q, self.k, strict=True)):
+                raise ValueError(f"with a workspace, no length of q may pass that of k; got {self.q} and {self.k}")
+        elif self.total_known:
+            raise ValueError("total_known must be 0 without a workspace")
 
     @property
     def kind(self) -> str:
         """The row of a report's table that the problem counts for."""
         if self.nan_sequence >= 0:
             return "NaN in a sequence"
+        if self.workspace:
+            return "chunked"
         if any(n and length < (n if self.causal else 1) for n, length in zip(self.q, self.k, strict=True)):
             return "rows without a token"
         return "causal" if self.causal else "full"
@@ -162,6 +199,25 @@ class PrefillInputs:
     guards: tuple[torch.Tensor, ...] = field(repr=False)
     """The memory before and behind `out` and `lse`, all NaN."""
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the call takes, in its order."""
+        return self.q, self.k, self.v, self.cu_seqlens_q, self.cu_seqlens_k
+
+
+@dataclass(frozen=True)
+class ChunkedInputs:
+    """The tensors of one chunked call, and the poisoned ones that it must fill."""
+
+    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    """q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens."""
+    contexts: tuple[int, ...]
+    """The same as context_lens."""
+    out: torch.Tensor
+    lse: torch.Tensor
+    guards: tuple[torch.Tensor, ...] = field(repr=False)
+    """The memory before and behind `out` and `lse`, all NaN."""
+
 
 def kernel_of(manifest: Manifest) -> Kernel:
     """Give the prefill kernel of a manifest; ValueError if it has none."""
@@ -203,6 +259,51 @@ def make_inputs(problem: PrefillProblem, manifest: Manifest, device: str | torch
     return PrefillInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, (*out_guards, *lse_guards))
 
 
+def make_chunked_inputs(problem: PrefillProblem, manifest: Manifest, device: str | torch.device) -> ChunkedInputs:
+    """Make the tensors of a chunked problem, whose keys and values are about as large as those of another.
+
+    Cache slots without a token and rows of q and latent that no sequence has are NaN, table entries of no page are
+    impossible, and what the call must write is NaN.
+    """
+    generator = torch.Generator(device).manual_seed(problem.seed)
+    constants, dtype = kernel_of(manifest).constants, DTYPES[manifest.cache.dtype]
+    heads, margin, page = problem.heads, problem.margin, manifest.cache.page_size
+    rank, rope = int(manifest.model["kv_lora_rank"]), int(manifest.model["qk_rope_head_dim"])
+    contexts = tuple(length - n for n, length in zip(problem.q, problem.k, strict=True))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    def rows(*width: int, gain: int = 1) -> torch.Tensor:
+        x = normal(sum(problem.q), *width).div_(10).clamp_(-1, 1).mul_(gain)
+        edge = torch.full((margin, *width), math.nan, device=device)
+        return torch.cat([edge, x, edge]).to(dtype)
+
+    q, latent = rows(heads, constants["d_qk"], gain=problem.q_gain), rows(rank + rope)
+    kv_b = normal(heads, constants["d_qk"] - rope + constants["d_v"], rank).div_(math.sqrt(rank)).to(dtype)
+    if problem.interleaved:
+        q = q.transpose(0, 1).contiguous().transpose(0, 1)
+        latent = torch.cat([latent, latent], dim=1)[:, : rank + rope]
+    pages = [-(-context // page) for context in contexts]
+    order = torch.randperm(sum(pages) + 1, generator=generator, device=device).int()
+    table = torch.full((len(pages), max(1, *pages)), IMPOSSIBLE_PAGE, dtype=torch.int32, device=device)
+    cache = torch.full((sum(pages) + 1, page, rank + rope), math.nan, dtype=dtype, device=device)
+    first = 0
+    for i, (context, count) in enumerate(zip(contexts, pages, strict=True)):
+        table[i, :count] = order[first : first + count]
+        first += count
+        tokens = torch.arange(context, device=device)
+        cache[table[i, tokens // page].long(), tokens % page] = normal(context, rank + rope).div_(10).to(dtype)
+    borders, context_lens = (
+        torch.tensor(numbers, dtype=torch.int32, device=device)
+        for numbers in (list(itertools.accumulate(problem.q, initial=margin)), contexts)
+    )
+    out, out_guards = poisoned((q.shape[0], heads, constants["d_v"]), dtype, device)
+    lse, lse_guards = poisoned((heads, q.shape[0]), torch.float32, device)
+    arguments = (q, latent, kv_b, cache, table, borders, context_lens)
+    return ChunkedInputs(arguments, contexts, out, lse, (*out_guards, *lse_guards))
+
+
 def random_problem(rng: random.Random, kernel: Kernel, max_tokens: int) -> PrefillProblem:
     """Draw a problem, mostly one at an edge, with at most about `max_tokens` rows of q and as many of k in all."""
     sizes = (64, kernel.constants["tile_q"], kernel.constants["tile_kv"])
@@ -239,20 +340,52 @@ def random_problem(rng: random.Random, kernel: Kernel, max_tokens: int) -> Prefi
     )
 
 
+def random_chunked_problem(rng: random.Random, kernel: Kernel, max_tokens: int) -> PrefillProblem:
+    """Draw a chunked problem with at most about `max_tokens` new and as many cached tokens in all."""
+    tile = kernel.constants["tile_kv"]
+    new = [0, 1, 2, 5, kernel.constants["tile_q"] + 1, rng.randint(1, max_tokens // 2)]
+    cached = [0, 0, 1, 63, 64, 65, tile, 2 * tile + 1, rng.randint(0, max_tokens // 2), rng.randint(0, max_tokens)]
+    q: list[int] = []
+    k: list[int] = []
+    for _ in range(rng.choice((1, 1, 2, 3, 5, 12))):
+        n, context = rng.choice(new), rng.choice(cached)
+        n = n if sum(q) + n <= max_tokens else 0
+        context = context if sum(k) - sum(q) + context <= max_tokens else 0
+        q.append(n)
+        k.append(n + context)
+    longest = max(length - n for n, length in zip(q, k, strict=True))
+    # Rounds that find nothing take time, too.
+    least = -(-longest * len(q) // 16)
+    return PrefillProblem(
+        q=tuple(q),
+        k=tuple(k),
+        heads=rng.choice((1, 1, 2, 3, 5)),
+        seed=rng.randrange(1 << 31),
+        softmax_scale=rng.choice((0.0, 0.0, 0.0, 0.05, 0.3)),
+        q_gain=rng.choice((1, 1, 8, 32)),
+        margin=rng.choice((0, 0, 1, 70)),
+        interleaved=rng.random() < 0.25,
+        workspace=max(least, rng.choice((1, tile - 1, tile, 3 * tile, max_tokens))),
+        total_known=rng.random() < 0.5,
+    )
+
+
 def random_problems(manifest: Manifest, count: int, seed: int, max_tokens: int) -> list[PrefillProblem]:
-    """Draw `count` problems; the same for the same arguments."""
-    rng = random.Random(f"prefill {seed}")
-    return [random_problem(rng, kernel_of(manifest), max_tokens) for _ in range(count)]
+    """Draw `count` problems, every third of them a chunked one; the same for the same arguments."""
+    rng, kernel = random.Random(f"prefill {seed}"), kernel_of(manifest)
+    draws = itertools.cycle((random_problem, random_problem, random_chunked_problem))
+    return [draw(rng, kernel, max_tokens) for draw in itertools.islice(draws, count)]
 
 
 def run_problem(mla: Prefiller, problem: PrefillProblem, device: str | torch.device = "cuda") -> Errors:
     """Make a problem's tensors, run it and judge the result; an exception of the call is a failure of the problem."""
+    if problem.workspace:
+        return _run_chunked(mla, problem, device)
     manifest = mla.manifest
     inputs = make_inputs(problem, manifest, device)
-    arguments = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     try:
         mla.prefill(
-            *arguments,
+            *inputs.arguments,
             causal=problem.causal,
             softmax_scale=problem.softmax_scale or None,
             out=inputs.out,
@@ -260,19 +393,62 @@ def run_problem(mla: Prefiller, problem: PrefillProblem, device: str | torch.dev
         )
         inputs.lse.sum().item()  # Waits, so that a fault of the kernel shows here.
     except Exception as error:
-        return Errors(math.inf, math.inf, math.inf, math.inf, math.inf, (f"{type(error).__name__}: {error}",))
+        return _failed(f"{type(error).__name__}: {error}")
     scale = problem.softmax_scale or manifest.softmax_scale
-    want_out, want_lse = prefill_reference(*arguments, softmax_scale=scale, causal=problem.causal)
+    want_out, want_lse = prefill_reference(*inputs.arguments, softmax_scale=scale, causal=problem.causal)
     rows = slice(problem.margin, inputs.q.shape[0] - problem.margin)
     errors = check_output(
         inputs.out[rows], inputs.lse[:, rows], want_out[rows], want_lse[:, rows], q_gain=problem.q_gain
     )
     kept = [*inputs.guards, inputs.out[: rows.start], inputs.out[rows.stop :]]
     kept += [inputs.lse[:, : rows.start], inputs.lse[:, rows.stop :]]
-    if not all(guard.isnan().all() for guard in kept):
-        failure = "memory beside out or lse, or a row that no sequence has, was written to"
-        errors = dataclasses.replace(errors, failures=(*errors.failures, failure))
-    return errors
+    return _beside(errors, kept, "memory beside out or lse, or a row that no sequence has, was written to")
+
+
+def _run_chunked(mla: Prefiller, problem: PrefillProblem, device: str | torch.device) -> Errors:
+    inputs = make_chunked_inputs(problem, mla.manifest, device)
+    total = sum(inputs.contexts) if problem.total_known else None
+    limits = ContextLimits(max(inputs.contexts), problem.workspace, total)
+    try:
+        mla.chunked_prefill(
+            *inputs.arguments,
+            max_context=limits.max_context,
+            workspace_tokens=limits.workspace_tokens,
+            total_context=limits.total_context,
+            softmax_scale=problem.softmax_scale or None,
+            out=inputs.out,
+            lse=inputs.lse,
+        )
+        inputs.lse.sum().item()  # Waits, so that a fault of the kernel shows here.
+    except Exception as error:
+        return _failed(f"{type(error).__name__}: {error}")
+    scale = problem.softmax_scale or mla.manifest.softmax_scale
+    want_out, want_lse = chunked_prefill_reference(*inputs.arguments, softmax_scale=scale)
+    rows = slice(problem.margin, inputs.out.shape[0] - problem.margin)
+    # What is merged was rounded before, by up to half an epsilon, as often as there are levels of merges: the cosine
+    # shows that as it shows weights that are off by as much.
+    parts = 1 + len(limits.rounds(len(inputs.contexts), kernel_of(mla.manifest).constants["tile_kv"]))
+    rounding = torch.finfo(inputs.out.dtype).eps / 2 * math.sqrt((parts - 1).bit_length())
+    errors = check_output(
+        inputs.out[rows],
+        inputs.lse[:, rows],
+        want_out[rows],
+        want_lse[:, rows],
+        q_gain=problem.q_gain,
+        score_error=rounding,
+    )
+    return _beside(errors, inputs.guards, "memory beside out or lse was written to")
+
+
+def _failed(failure: str) -> Errors:
+    return Errors(math.inf, math.inf, math.inf, math.inf, math.inf, (failure,))
+
+
+def _beside(errors: Errors, kept: Iterable[torch.Tensor], failure: str) -> Errors:
+    """Add a failure where what had to stay NaN did not."""
+    if all(guard.isnan().all() for guard in kept):
+        return errors
+    return dataclasses.replace(errors, failures=(*errors.failures, failure))
 
 
 def verify_problems(

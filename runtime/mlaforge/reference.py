@@ -153,6 +153,67 @@ def prefill_reference(
     return out, lse
 
 
+def up_project(latent: torch.Tensor, kv_b: torch.Tensor, nope: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give keys (tokens, heads, nope + rope) and values (tokens, heads, d_v) of cached tokens.
+
+    Worked out in float64 and rounded once, to the dtype of `latent`, in which everybody keeps them.
+
+    Args:
+        latent: (tokens, kv_lora_rank + rope).
+        kv_b: (heads, nope + d_v, kv_lora_rank).
+        nope: qk_nope_head_dim.
+    """
+    rank = kv_b.shape[2]
+    both = torch.einsum("tr,hdr->thd", latent[:, :rank].double(), kv_b.double()).to(latent.dtype)
+    rope = latent[:, None, rank:].expand(-1, kv_b.shape[0], -1)
+    return torch.cat([both[..., :nope], rope], dim=2), both[..., nope:]
+
+
+def chunked_prefill_reference(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    kv_b: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of new tokens to the cached ones before them and to themselves at once, in float64.
+
+    Args:
+        q: (total_q, heads, nope + rope).
+        latent: (total_q, kv_lora_rank + rope): the new tokens.
+        kv_b: (heads, nope + d_v, kv_lora_rank).
+        kv_cache: (num_blocks, page_size, kv_lora_rank + rope), or with a dimension of 1 before the last.
+        block_table: (b, max_blocks), integers: the block that holds each page of a request.
+        cu_seqlens_q: (b + 1), integers: where each request begins in q and latent, and the end of the last.
+        context_lens: (b), integers: tokens of each request in the cache; slots behind them are never read.
+        softmax_scale: factor of the scores.
+
+    Returns:
+        out (total_q, heads, d_v) and lse (heads, total_q), natural logarithm, both float64. A row that belongs to no
+        request has out 0 and lse +inf.
+    """
+    if kv_cache.dim() == 4:
+        kv_cache = kv_cache.squeeze(2)
+    page_size, nope = kv_cache.shape[1], q.shape[2] - latent.shape[1] + kv_b.shape[2]
+    out = q.new_zeros((*q.shape[:2], kv_b.shape[1] - nope), dtype=torch.float64)
+    lse = q.new_full((q.shape[1], q.shape[0]), math.inf, dtype=torch.float64)
+    ends = cu_seqlens_q.tolist()
+    for i, length in enumerate(context_lens.tolist()):
+        rows = slice(ends[i], ends[i + 1])
+        cached = torch.arange(length, device=q.device)
+        context = kv_cache[block_table[i, cached // page_size].long(), cached % page_size]
+        k, v = up_project(torch.cat([context, latent[rows]]), kv_b, nope)
+        borders_q, borders_k = (torch.tensor([0, n]) for n in (rows.stop - rows.start, k.shape[0]))
+        out[rows], lse[:, rows] = prefill_reference(
+            q[rows], k, v, borders_q, borders_k, softmax_scale=softmax_scale, causal=True
+        )
+    return out, lse
+
+
 class AttentionDims(Protocol):
     """The dimensions of a model's attention, by their names in config.json."""
 
