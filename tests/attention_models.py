@@ -1,15 +1,27 @@
-"""What the tests of the attention layer share: transformers' own layers, small, with random weights."""
+"""What the tests of the attention layer share: transformers' own layers, small, with random weights, and kernels that
+are exact."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from mlaforge.api import MLA
+from mlaforge.attention_config import AttentionConfig
+from mlaforge.chunked import ContextRounds
+from mlaforge.manifest import Manifest, read_manifest
+from mlaforge.memory_reference import append_reference, gather_reference
+from mlaforge.reference import chunked_prefill_reference, decode_reference
+
+ROOT = Path(__file__).parents[1]
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "beta_fast": 32.0, "beta_slow": 1.0}
 # Contexts short enough that some pairs are slowed down and some are not, and that late positions matter.
@@ -91,10 +103,10 @@ MODELS = {
                 "rope_type": "longrope",
                 "short_factor": [1.0 + i / 8 for i in range(8)],
                 "long_factor": [2.0 + i for i in range(8)],
-                **SHORT,
+                "original_max_position_embeddings": 128,
             },
         },
-        max_position=64,
+        max_position=128,
     ),
     "longrope, long": Model(
         "minicpm3",
@@ -182,3 +194,64 @@ class Theirs:
                 given["position_embeddings"] = self._rotary(x, positions)
             out: torch.Tensor = self._layer(x, **given)[0]
         return out[0]
+
+
+class ExactKernels(MLA):
+    """The calls of an MLA, worked out by the references in the dtype of what they are given."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.backend: Any = SimpleNamespace(device_type="cpu")
+
+    def decode(self, q: torch.Tensor, *arguments: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return decode_reference(q, *arguments, d_v=self.manifest.d_v, **options)  # type: ignore[arg-type]
+
+    def append(
+        self,
+        c_kv: torch.Tensor,
+        k_rope: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        **options: Any,
+    ) -> None:
+        kept = slot_mapping >= 0
+        kv_cache.view(-1, kv_cache.shape[-1])[slot_mapping[kept]] = append_reference(c_kv, k_rope, **options)[kept]
+
+    def gather(
+        self,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        *,
+        seq_starts: torch.Tensor | None = None,
+        total_tokens: int | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert total_tokens is not None and out is None
+        rows = kv_cache.new_full((total_tokens, kv_cache.shape[-1]), torch.nan)
+        return gather_reference(kv_cache, block_table, cu_seqlens, seq_starts, rows)
+
+    def context_rounds(self, context_lens: torch.Tensor, **limits: Any) -> ContextRounds:
+        return ContextRounds(context_lens, context_lens)
+
+    def chunked_prefill(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        context_lens, rounds = tensors[6], options["rounds"]
+        assert int(context_lens.max()) == options["max_context"]
+        assert int(context_lens.sum()) == options["total_context"]
+        assert rounds.seq_starts is context_lens and options["workspace_tokens"] > 0
+        out, lse = chunked_prefill_reference(*tensors, softmax_scale=options["softmax_scale"])  # type: ignore[misc]
+        return (out, lse) if options["out"] is None else (options["out"].copy_(out), lse)
+
+
+def manifest_for(config: AttentionConfig, folder: str = "deepseek_v2_lite", ranks: int = 1, **fields: Any) -> Manifest:
+    """Give the manifest of a shipped spec as if it had been made for another model, whose kernels are the same."""
+    names = ("num_attention_heads", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return replace(
+        read_manifest(ROOT / "generated" / folder),
+        model={"hidden_size": config.hidden_size, **{name: getattr(config, name) for name in names}},
+        tensor_parallel=ranks,
+        softmax_scale=config.softmax_scale,
+        d_qk=config.kv_lora_rank + config.qk_rope_head_dim,
+        d_v=config.kv_lora_rank,
+        **fields,
+    )

@@ -7,10 +7,12 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is what the layer is compared with")
 
+from attention_models import MODELS, Theirs
 from mlaforge.attention_config import AttentionConfig
 from mlaforge.attention_reference import ReferenceAttention
+from test_verify import one_thread as one_thread
 
-from attention_models import MODELS, Theirs
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # float64 of two orders of summation over at most 48 terms; float32's own rounding of the layer that is compared.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}

@@ -152,7 +152,9 @@ class AttentionBatch:
         positions = torch.arange(total) - (begins - context)[owners]
         pack = _Pack()
         plan_decode = [_plan_decode(pack, buckets[n], queries, begins, context) for n in sorted(buckets)]
-        plan_prefill = _plan_prefill(mla, pack, prompts, queries, begins, context, workspace_tokens) if prompts else None
+        plan_prefill = (
+            _plan_prefill(mla, pack, prompts, queries, begins, context, workspace_tokens) if prompts else None
+        )
         at_positions, at_owners = pack.add(positions.clamp(min=0)), pack.add(owners)
         padding = total - sum(lens[:given])
         device = block_table.device

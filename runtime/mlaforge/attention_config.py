@@ -67,7 +67,7 @@ class QueryScaling:
 
 @dataclass(frozen=True)
 class PositionTables:
-    """What follows from a position, worked out once for all layers; float32.
+    """What follows from a position, worked out once for all layers.
 
     The keys of a cache and the queries that meet them must be rotated by the same table.
     """
@@ -180,7 +180,10 @@ class AttentionConfig:
         )
 
     def position_tables(
-        self, max_position: int | None = None, device: torch.device | str | None = None
+        self,
+        max_position: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> PositionTables:
         """Work out what follows from a position.
 
@@ -188,6 +191,7 @@ class AttentionConfig:
             max_position: positions; max_position_embeddings if None. Under longrope it also says which frequencies are
                 used, for all positions: keys that are cached stay as they were rotated.
             device: of the tables.
+            dtype: of the tables; the kernels take float32.
         """
         positions = self.max_position_embeddings if max_position is None else max_position
         if positions < 1:
@@ -197,9 +201,9 @@ class AttentionConfig:
         if (rotation := self.rotation) is not None:
             frequencies = torch.tensor(rotation.of_context(positions), dtype=torch.float64, device=device)
             angles = torch.outer(tokens, frequencies)
-            cos_sin = (torch.cat([angles.cos(), angles.sin()], -1) * rotation.attention_factor).float()
+            cos_sin = (torch.cat([angles.cos(), angles.sin()], -1) * rotation.attention_factor).to(dtype)
         if (scaling := self.query_scaling) is not None:
-            query_scale = query_scales(tokens, scaling).float()
+            query_scale = query_scales(tokens, scaling).to(dtype)
         return PositionTables(cos_sin, query_scale)
 
 
