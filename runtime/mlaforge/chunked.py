@@ -6,9 +6,10 @@ under the causal mask, comes first.
 
 How much of whose context a round reads is worked out on the device, so that nobody waits for it; only the number of
 rounds follows from what the host knows. All requests take turns, each a tile of the prefill kernel long: in the line of
-all turns, ordered by their number and then by request, each round takes as many as fit. So every round but the last is
-full, whatever the lengths are. Short contexts leave their share to long ones, and as many requests as can be are at
-work at the same time, which is what fills a GPU where each of them has few queries.
+all turns, ordered by their number and then by request, each round takes as many as fit. So there is no room left, but
+for what the last turn of a request falls short of, until there are no tokens left, whatever the lengths are. Short
+contexts leave their share to long ones, and as many requests as can be are at work at the same time, which is what fills
+a GPU where each of them has few queries.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class ContextLimits:
 
     def turn(self, tile: int) -> int:
         """Give the tokens that a request reads before it is the next one's turn."""
-        return min(tile, self.workspace_tokens)
+        return max(min(tile, self.workspace_tokens, self.max_context), 1)
 
 
 def context_rounds(context_lens: torch.Tensor, limits: ContextLimits, tile: int) -> ContextRounds:

@@ -434,7 +434,9 @@ def _run_chunked(mla: Prefiller, problem: PrefillProblem, device: str | torch.de
         inputs.lse[:, rows],
         want_out[rows],
         want_lse[:, rows],
-        q_gain=problem.q_gain,
+        # Sums in another order round an element of a key here and there to its other neighbour, and one is enough to
+        # move a score that is all that a row has.
+        q_gain=64 * problem.q_gain,
         score_error=rounding,
     )
     return _beside(errors, inputs.guards, "memory beside out or lse was written to")
