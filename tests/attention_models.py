@@ -1,10 +1,11 @@
-"""What the tests of the attention layer share: transformers' own layers, small, with random weights, and kernels that
-are exact."""
+"""What the tests of the attention layer share: transformers' own layers, small, with random weights, kernels that are
+exact, and requests in a paged cache."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,13 +16,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlaforge.api import MLA
+from mlaforge.attention import MLAAttention
+from mlaforge.attention_batch import AttentionBatch
 from mlaforge.attention_config import AttentionConfig
+from mlaforge.attention_reference import ReferenceAttention
 from mlaforge.chunked import ContextRounds
 from mlaforge.manifest import Manifest, read_manifest
 from mlaforge.memory_reference import append_reference, gather_reference
 from mlaforge.reference import chunked_prefill_reference, decode_reference
 
 ROOT = Path(__file__).parents[1]
+NOWHERE = 2147480000
+"""In entries of a block table that nobody may read."""
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "beta_fast": 32.0, "beta_slow": 1.0}
 # Contexts short enough that some pairs are slowed down and some are not, and that late positions matter.
@@ -176,6 +182,7 @@ class Theirs:
         from transformers import DynamicCache
 
         self._layer, self._dtype = layer.to(dtype), dtype
+        self._device = next(layer.parameters()).device
         with computing(dtype):
             self._rotary = model.rotary(config)
         self._cache = DynamicCache()
@@ -184,9 +191,9 @@ class Theirs:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Give (n, hidden_size) for the next n tokens (n, hidden_size)."""
         n = hidden.shape[0]
-        positions = torch.arange(self._context, self._context + n).unsqueeze(0)
+        positions = torch.arange(self._context, self._context + n, device=self._device).unsqueeze(0)
         self._context += n
-        seen = torch.ones(n, self._context, dtype=torch.bool).tril(self._context - n)[None, None]
+        seen = torch.ones(n, self._context, dtype=torch.bool, device=self._device).tril(self._context - n)[None, None]
         given: dict[str, Any] = {"position_ids": positions, "attention_mask": seen, "cache": self._cache}
         with torch.no_grad(), computing(self._dtype):
             x = hidden.to(self._dtype).unsqueeze(0)
@@ -204,7 +211,8 @@ class ExactKernels(MLA):
         self.backend: Any = SimpleNamespace(device_type="cpu")
 
     def decode(self, q: torch.Tensor, *arguments: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return decode_reference(q, *arguments, d_v=self.manifest.d_v, **options)  # type: ignore[arg-type]
+        out, lse = decode_reference(q, *arguments, d_v=self.manifest.d_v, **options)  # type: ignore[arg-type]
+        return out.to(q.dtype), lse
 
     def append(
         self,
@@ -214,8 +222,8 @@ class ExactKernels(MLA):
         slot_mapping: torch.Tensor,
         **options: Any,
     ) -> None:
-        kept = slot_mapping >= 0
-        kv_cache.view(-1, kv_cache.shape[-1])[slot_mapping[kept]] = append_reference(c_kv, k_rope, **options)[kept]
+        kept, slots = slot_mapping >= 0, kv_cache.view(-1, kv_cache.shape[-1])
+        slots[slot_mapping[kept]] = append_reference(c_kv, k_rope, **options)[kept].to(c_kv)
 
     def gather(
         self,
@@ -240,7 +248,7 @@ class ExactKernels(MLA):
         assert int(context_lens.sum()) == options["total_context"]
         assert rounds.seq_starts is context_lens and options["workspace_tokens"] > 0
         out, lse = chunked_prefill_reference(*tensors, softmax_scale=options["softmax_scale"])  # type: ignore[misc]
-        return (out, lse) if options["out"] is None else (options["out"].copy_(out), lse)
+        return (out.to(tensors[0]), lse) if options["out"] is None else (options["out"].copy_(out), lse)
 
 
 def manifest_for(config: AttentionConfig, folder: str = "deepseek_v2_lite", ranks: int = 1, **fields: Any) -> Manifest:
@@ -255,3 +263,64 @@ def manifest_for(config: AttentionConfig, folder: str = "deepseek_v2_lite", rank
         d_v=config.kv_lora_rank,
         **fields,
     )
+
+
+def weights_of(layer: MLAAttention, seed: int) -> dict[str, torch.Tensor]:
+    """Draw weights of a layer's own names and shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {}
+    for name, tensor in layer.state_dict().items():
+        values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        drawn[name] = 1 + 0.2 * values if name.endswith("norm.weight") else values / tensor.shape[-1] ** 0.5
+    return drawn
+
+
+class Steps:
+    """A paged cache and the requests in it: what the layer gives, and what it must."""
+
+    def __init__(
+        self, layer: MLAAttention, weights: dict[str, torch.Tensor], requests: int, pages: int = 3, seed: int = 0
+    ) -> None:
+        config, manifest = layer.config, layer.mla.manifest
+        self.device = layer.device
+        self.generator = torch.Generator().manual_seed(seed)
+        self.layer, self.page = layer, manifest.cache.page_size
+        self.reference = ReferenceAttention(config, weights)
+        self.latents: list[torch.Tensor | None] = [None] * requests
+        self.contexts = [0] * requests
+        made: dict[str, Any] = {"dtype": layer.dtype, "device": self.device}
+        self.cache = torch.full((1 + requests * pages, self.page, manifest.d_qk), math.nan, **made)
+        blocks = 1 + torch.randperm(requests * pages, generator=self.generator)
+        self.table = torch.full((requests, pages + 1), NOWHERE, dtype=torch.int32, device=self.device)
+        self.blocks = blocks.view(requests, pages).int().to(self.device)
+
+    def step(
+        self, lens: list[int], requests: list[int] | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call the layer for new tokens of some requests; give what came and what must."""
+        requests = list(range(len(lens))) if requests is None else requests
+        contexts = [self.contexts[i] for i in requests]
+        for i, n in zip(requests, lens, strict=True):
+            # Only the pages that are in use have a place.
+            pages = -(-(self.contexts[i] + n) // self.page)
+            self.table[i, :pages] = self.blocks[i, :pages]
+        table = self.table[requests]
+        hidden = torch.randn(sum(lens), self.layer.config.hidden_size, generator=self.generator, dtype=torch.float64)
+        hidden = hidden.to(self.device, self.layer.dtype)
+        batch = AttentionBatch.make(self.layer.mla, lens, contexts, table, **options)
+        got = self.layer(hidden, self.cache, batch)
+        want = []
+        for i, piece in zip(requests, hidden.split(lens), strict=True):
+            out, self.latents[i] = self.reference(piece, self.latents[i])
+            want.append(out)
+            self.contexts[i] += piece.shape[0]
+        return got, torch.cat(want)
+
+    def cached(self, i: int) -> torch.Tensor:
+        """Give what the cache holds of a request."""
+        return self.cache[self.blocks[i].long()].flatten(0, 1)[: self.contexts[i]]
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Give the root of the mean square of the difference, as a part of that of what is wanted."""
+    return float((got.double() - want).norm() / want.norm())

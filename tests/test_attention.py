@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,18 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attention_models import MODELS, ROOT, ExactKernels, Theirs, computing, manifest_for
+from attention_models import (
+    MODELS,
+    NOWHERE,
+    ROOT,
+    ExactKernels,
+    Steps,
+    Theirs,
+    computing,
+    error,
+    manifest_for,
+    weights_of,
+)
 from mlaforge.api import MLA
 from mlaforge.attention import MLAAttention
 from mlaforge.attention_batch import AttentionBatch, PrefillGroup
@@ -24,8 +36,6 @@ from mlaforge.simulator import Simulator, compile_library
 from test_verify import one_thread as one_thread
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-NOWHERE = 2147480000
 
 # ---- What a config says ----------------------------------------------------------------------------------------------
 
@@ -151,7 +161,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
         0.0625,
     ),
     "longcat_flash": ({**LONGCAT, "max_position_embeddings": 131072, "rope_theta": 1e7}, 0.072169),
-    "LongCat LSA": ({**LONGCAT, "max_position_embeddings": 983040, "rope_scaling": yarn(120)}, 0.157811),
+    "LongCat LSA": (
+        {**LONGCAT, "max_position_embeddings": 983040, "rope_theta": 1e7, "rope_scaling": yarn(120)},
+        0.157811,
+    ),
     "mistral_small_4": (
         {
             "model_type": "mistral4",
@@ -271,6 +284,10 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         "short_factor of the rotation has 1 numbers; it must have 32",
     ),
     "no mapping": ({"rope_scaling": "yarn"}, "rope_parameters is 'yarn'"),
+    "a rotation for each layer": (
+        {"rope_parameters": {"full_attention": yarn(40)}},
+        "a mapping at full_attention",
+    ),
     "no rank": ({"model_type": "longcat_flash", "q_lora_rank": None}, "q_lora_rank is null"),
 }
 
@@ -287,9 +304,26 @@ def test_what_is_no_config() -> None:
         AttentionConfig.from_hf(1)
     with pytest.raises(ValueError, match="max_position is 0"):
         AttentionConfig.from_hf(CONFIGS["deepseek_v3"][0]).position_tables(0)
-    given_ = {**V3, "model_type": "new", "rope_interleave": False, "max_position_embeddings": 8}
-    rotation = AttentionConfig.from_hf(given_).rotation
-    assert rotation is not None and not rotation.interleaved
+
+
+def test_what_a_config_says_counts() -> None:
+    for name in ("rope_interleave", "rope_interleaved"):
+        given_ = {**V3, "model_type": "new", name: False, "max_position_embeddings": 8}
+        rotation = AttentionConfig.from_hf(given_).rotation
+        assert rotation is not None and not rotation.interleaved
+    # In place of what its model type would say.
+    unscaled = {"mla_scale_q_lora": False, "mla_scale_kv_lora": False}
+    config = AttentionConfig.from_hf({**CONFIGS["longcat_flash"][0], **unscaled})
+    assert (config.q_lora_scale, config.kv_lora_scale) == (1, 1)
+    for kind, name in (("deepseek_yarn", "yarn"), ("su", "longrope")):
+        factors = {"short_factor": [1.0 + i for i in range(32)], "long_factor": [2.0] * 32}
+        one, other = (
+            AttentionConfig.from_hf(
+                {**V3, "max_position_embeddings": 9999, "rope_scaling": {**yarn(40), **factors, "type": each}}
+            )
+            for each in (kind, name)
+        )
+        assert one == other
 
 
 # ---- The layer, exactly ----------------------------------------------------------------------------------------------
@@ -305,16 +339,6 @@ NO_ROPE = {
 }
 GATED = {**K3, **SIZES, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16, "v_head_dim": 12, "model_max_length": 512}
 EXACT = [*MODELS, "no rotary elements", "Kimi-K3"]
-
-
-def weights_of(layer: MLAAttention, seed: int) -> dict[str, torch.Tensor]:
-    """Draw weights of a layer's own names and shapes."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = {}
-    for name, tensor in layer.state_dict().items():
-        values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        drawn[name] = 1 + 0.2 * values if name.endswith("norm.weight") else values / tensor.shape[-1] ** 0.5
-    return drawn
 
 
 @functools.cache
@@ -334,49 +358,6 @@ def exact_layer(config: AttentionConfig, ranks: int = 1, **manifest: Any) -> MLA
     layer.tables = config.position_tables(dtype=torch.float64)
     layer.dtype = torch.float64
     return layer.double()
-
-
-class Steps:
-    """A paged cache and the requests in it: what the layer gives, and what it must."""
-
-    def __init__(self, layer: MLAAttention, weights: dict[str, torch.Tensor], requests: int, seed: int = 0) -> None:
-        config, manifest = layer.config, layer.mla.manifest
-        self.generator = torch.Generator().manual_seed(seed)
-        self.layer, self.page = layer, manifest.cache.page_size
-        self.reference = ReferenceAttention(config, weights)
-        self.latents: list[torch.Tensor | None] = [None] * requests
-        self.contexts = [0] * requests
-        pages = 3
-        self.cache = torch.full((1 + requests * pages, self.page, manifest.d_qk), math.nan, dtype=layer.dtype)
-        blocks = 1 + torch.randperm(requests * pages, generator=self.generator)
-        self.table = torch.full((requests, pages + 1), NOWHERE, dtype=torch.int32)
-        self.blocks = blocks.view(requests, pages).int()
-
-    def step(
-        self, lens: list[int], requests: list[int] | None = None, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call the layer for new tokens of some requests; give what came and what must."""
-        requests = list(range(len(lens))) if requests is None else requests
-        contexts = [self.contexts[i] for i in requests]
-        for i, n in zip(requests, lens, strict=True):
-            # Only the pages that are in use have a place.
-            pages = -(-(self.contexts[i] + n) // self.page)
-            self.table[i, :pages] = self.blocks[i, :pages]
-        table = self.table[requests]
-        hidden = torch.randn(sum(lens), self.layer.config.hidden_size, generator=self.generator, dtype=torch.float64)
-        hidden = hidden.to(self.layer.dtype)
-        batch = AttentionBatch.make(self.layer.mla, lens, contexts, table, **options)
-        got = self.layer(hidden, self.cache, batch)
-        want = []
-        for i, piece in zip(requests, hidden.split(lens), strict=True):
-            out, self.latents[i] = self.reference(piece, self.latents[i])
-            want.append(out)
-            self.contexts[i] += piece.shape[0]
-        return got, torch.cat(want)
-
-    def cached(self, i: int) -> torch.Tensor:
-        """Give what the cache holds of a request."""
-        return self.cache[self.blocks[i].long()].flatten(0, 1)[: self.contexts[i]]
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -591,7 +572,7 @@ def test_wrong_calls_are_refused() -> None:
     batch = AttentionBatch.make(layer.mla, [1, 1], [0, 0], table_of(2))
     with pytest.raises(ValueError, match=r"hidden_states has shape \(3, 32\); it must be \(2, 32\)"):
         layer(torch.zeros(3, 32).double(), cache, batch)
-    with pytest.raises(ValueError, match="hidden_states has dtype torch.float32"):
+    with pytest.raises(ValueError, match=r"hidden_states has dtype torch\.float32"):
         layer(torch.zeros(2, 32), cache, batch)
     layer.tables = config.position_tables(7)
     batch = AttentionBatch.make(layer.mla, [1, 1], [0, 7], table_of(2))
@@ -628,8 +609,8 @@ def test_kernels_of_another_model_are_refused() -> None:
 
 # A bf16 rounding moves a number by 2^-9 of it at most, by 0.0017 in the mean square. Before the softmax there are five
 # (q_proj, the rotation, absorption; the latent's projection, its norm), which move logits of 2 in the mean square by
-# sqrt(5) x 2 x 0.0017 = 0.0076; behind it five (probabilities, the latent that comes out, its values, the gate, o_proj):
-# 0.0038. Together 0.0085; of a single request it may be twice that.
+# sqrt(5) x 2 x 0.0017 = 0.0076; behind it five (probabilities, the latent that comes out, its values, the gate, and
+# o_proj): 0.0038. Together 0.0085; of a single request it may be twice that.
 TOLERANCE = 0.017
 SIMULATED = {
     "hidden_size": 64,
@@ -639,19 +620,15 @@ SIMULATED = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+    "head_dim": 64,
 }
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Give the root of the mean square of the difference, as a part of that of what is wanted."""
-    return float((got.double() - want).norm() / want.norm())
 
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """Compile what the simulator runs side by side."""
     manifest = read_manifest(ROOT / "generated" / "deepseek_v2_lite")
-    kernels = [*manifest.decodes, *manifest.kernels.values()]
+    kernels = [manifest.decode, manifest.decode_for(1), *manifest.kernels.values()]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda kernel: compile_library(kernel.source, kernel.entry), kernels))
 
@@ -710,3 +687,35 @@ def other_models(config: AttentionConfig) -> dict[str, AttentionConfig]:
     if config.output_gate is not None:
         others["gate"] = replace(config, output_gate=None)
     return others
+
+
+def example_of_readme() -> str:
+    """Give the code of README.md that runs a layer."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (example_,) = [block for block in blocks if "MLAAttention" in block]
+    return str(example_)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_the_example_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    names: dict[str, Any] = {}
+    exec(example_of_readme(), names)
+    check_example(names)
+
+
+def check_example(names: dict[str, Any]) -> None:
+    """Compare what the example gives with the reference."""
+    layer: MLAAttention = names["layer"]
+    reference = ReferenceAttention(layer.config, layer.state_dict())
+    for prompt, token, first, second in zip(
+        names["prompts"].split([5, 3]),
+        names["tokens"].split(1),
+        names["first"].split([5, 3]),
+        names["second"].split(1),
+        strict=True,
+    ):
+        want, latents = reference(prompt)
+        assert error(first, want) < TOLERANCE
+        want, _ = reference(token, latents)
+        assert error(second, want) < TOLERANCE

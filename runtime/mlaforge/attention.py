@@ -20,8 +20,8 @@ _OPTIONAL = ("hidden_size", "q_lora_rank")
 class MLAAttention(nn.Module):
     """One attention layer of an MLA model, from hidden states to what is added to the residual stream.
 
-    Its parameters have the names and shapes of the checkpoint, so that `load_state_dict` takes the state of transformers'
-    module, and whole files of a checkpoint once the layer's prefix is cut off:
+    Its parameters have the names and shapes of the checkpoint, so that `load_state_dict` takes the state of a module of
+    transformers, and that of a checkpoint's file once the layer's prefix is cut off:
 
         q_proj, or q_a_proj, q_a_layernorm and q_b_proj
         kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj
@@ -31,9 +31,9 @@ class MLAAttention(nn.Module):
     Nothing is derived from them beforehand: of kv_b_proj, W_UK and W_UV are views.
 
     A call writes the new tokens into the paged cache, normalised and rotated, and attends. Requests with few new tokens
-    do so in the latent space: their queries are multiplied with W_UK, the decode kernel attends to the cache, W_UV makes
-    values of what comes out. The others have keys and values decompressed, of their context in rounds of bounded size.
-    Which request goes which way is settled in the `AttentionBatch`, which all layers of a step share.
+    do so in the latent space: their queries are multiplied with W_UK, the decode kernel attends to the cache, and W_UV
+    makes values of what comes out. The others have keys and values decompressed, of their context in rounds of bounded
+    size. Which request goes which way is settled in the `AttentionBatch`, which all layers of a step share.
 
     Under tensor parallelism, the spec's tensor_parallel, a module holds the heads of one rank: q_proj or q_b_proj,
     kv_b_proj, g_proj and o_proj's columns are its share, which `shard` cuts from a whole checkpoint. What a call gives
@@ -149,7 +149,7 @@ class MLAAttention(nn.Module):
 
     @property
     def _kv_b(self) -> torch.Tensor:
-        return self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        return self.kv_b_proj.weight.view(self.num_heads, -1, self.config.kv_lora_rank)
 
     def shard(self, state_dict: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
         """Cut a rank's share out of the weights of a whole layer, for `load_state_dict`.
@@ -222,8 +222,8 @@ class MLAAttention(nn.Module):
         if batch.prefill is not None:
             self._prefill(q, kv_cache, batch.prefill, out)
         if config.output_gate is not None:
-            gate = torch.sigmoid(self.g_proj(hidden_states)).unflatten(-1, (self.num_heads, -1))
-            out *= gate
+            gates: torch.Tensor = self.g_proj(hidden_states)
+            out *= gates.sigmoid().view(batch.total_tokens, self.num_heads, -1)
         result: torch.Tensor = self.o_proj(out.flatten(1))
         return result
 
@@ -234,7 +234,7 @@ class MLAAttention(nn.Module):
             flat: torch.Tensor = self.q_proj(hidden_states)
         else:
             flat = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        q = flat.unflatten(-1, (self.num_heads, -1))
+        q = flat.view(batch.total_tokens, self.num_heads, config.qk_head_dim)
         if (rotation := config.rotation) is not None and self.tables.cos_sin is not None:
             q_rope = q[..., config.qk_nope_head_dim :]
             cos, sin = self.tables.cos_sin.index_select(0, batch.positions).unsqueeze(1).chunk(2, -1)
@@ -260,7 +260,7 @@ class MLAAttention(nn.Module):
         torch.bmm(q[..., :nope].transpose(0, 1), self.w_uk, out=absorbed[..., :rank].transpose(0, 1))
         absorbed[..., rank:] = q[..., nope:]
         latent, _ = self.mla.decode(
-            absorbed.unflatten(0, (group.requests, group.s_q)),
+            absorbed.view(group.requests, group.s_q, self.num_heads, -1),
             kv_cache,
             group.block_table,
             group.cache_seqlens,

@@ -134,14 +134,7 @@ class AttentionConfig:
         Raises:
             ValueError: a field is missing, or says what is not known here; it is named.
         """
-        if isinstance(config, _Configuration):
-            config = config.to_dict()
-        if not isinstance(config, Mapping):
-            raise ValueError(
-                f"config is a {type(config).__name__}; it must be a mapping as in config.json, or have to_dict()"
-            )
-        if "kv_lora_rank" not in config and isinstance(config.get("text_config"), Mapping):
-            config = config["text_config"]
+        config = _fields(config)
         model = config.get("model_type")
         nope, rope = _size(config, "qk_nope_head_dim"), _size(config, "qk_rope_head_dim", least=0)
         hidden, heads, kv_rank = (_size(config, k) for k in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
@@ -152,10 +145,12 @@ class AttentionConfig:
         context = _size(config, next((k for k in _CONTEXTS if config.get(k) is not None), _CONTEXTS[0]))
         scaling = _rope_parameters(config, context)
         q_scale = kv_scale = 1.0
-        if model == "longcat_flash":
+        if config.get("mla_scale_q_lora", model == "longcat_flash"):
             if q_rank is None:
-                raise ValueError("q_lora_rank is null; of model_type longcat_flash it must be a positive integer")
-            q_scale, kv_scale = math.sqrt(hidden / q_rank), math.sqrt(hidden / kv_rank)
+                raise ValueError("q_lora_rank is null; it must be a number where compressed queries are scaled")
+            q_scale = math.sqrt(hidden / q_rank)
+        if config.get("mla_scale_kv_lora", model == "longcat_flash"):
+            kv_scale = math.sqrt(hidden / kv_rank)
         gate: Literal["head", "element"] | None = None
         if model == "bailing_hybrid":
             gate = "head"
@@ -212,6 +207,19 @@ def query_scales(positions: torch.Tensor, scaling: QueryScaling) -> torch.Tensor
     return 1 + scaling.beta * torch.log1p(torch.floor(positions / scaling.original_context))
 
 
+def _fields(config: Mapping[str, Any] | object) -> Mapping[str, Any]:
+    if isinstance(config, _Configuration):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"config is a {type(config).__name__}; it must be a mapping as in config.json, or have to_dict()"
+        )
+    if "kv_lora_rank" not in config and isinstance(config.get("text_config"), Mapping):
+        text: Mapping[str, Any] = config["text_config"]
+        return text
+    return config
+
+
 def _size(config: Mapping[str, Any], name: str, least: int = 1) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -233,6 +241,9 @@ def _rope_parameters(config: Mapping[str, Any], context: int) -> Mapping[str, An
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"rope_parameters is {found!r}; it must be a mapping")
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            raise ValueError(f"rope_parameters has a mapping at {name}; it must say the one rotation of all layers")
     parameters = {"rope_theta": config.get("rope_theta"), **found}
     kind = found.get("rope_type", found.get("type")) or "default"
     parameters["rope_type"] = _ROPE_TYPES.get(kind, kind)
@@ -266,14 +277,14 @@ def _interleaved(config: Mapping[str, Any]) -> bool:
     model = config.get("model_type")
     if model in _HALVES:
         return False
-    interleaved = config.get("rope_interleave")
+    interleaved = config.get("rope_interleave", config.get("rope_interleaved"))
     if interleaved is not None:
         return bool(interleaved)
     if model in _NEIGHBOURS:
         return True
     raise ValueError(
-        f"model_type is {model!r}, of which it is not known which rotary elements are a pair; add rope_interleave, true "
-        "if x_2i and x_2i+1 are, false if x_i and x_i+half are"
+        f"model_type is {model!r}, of which it is not known which rotary elements are a pair; add rope_interleave: "
+        "true if x_2i and x_2i+1 are, false if x_i and x_i+half are"
     )
 
 

@@ -52,18 +52,18 @@ class ReferenceAttention:
         q = self._queries(hidden)
         if c.query_scaling is not None:
             q = q * query_scales(positions.double(), c.query_scaling)[:, None, None]
-        q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], -1)
+        q_nope, q_rope = q.tensor_split([c.qk_nope_head_dim], -1)
         q_rope = self._rotated(q_rope, positions)
 
         compressed = self._projected("kv_a_proj_with_mqa", hidden)
-        c_kv, k_rope = compressed.split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
+        c_kv, k_rope = compressed.tensor_split([c.kv_lora_rank], -1)
         c_kv = self._normalised("kv_a_layernorm", c_kv) * c.kv_lora_scale
         new = torch.cat([c_kv, self._rotated(k_rope.unsqueeze(1), positions).squeeze(1)], -1)
         latents = new if latents is None else torch.cat([latents.double(), new])
 
-        c_kv, k_rope = latents.split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
-        decompressed = self._projected("kv_b_proj", c_kv).unflatten(-1, (c.num_attention_heads, -1))
-        k_nope, v = decompressed.split([c.qk_nope_head_dim, c.v_head_dim], -1)
+        c_kv, k_rope = latents.tensor_split([c.kv_lora_rank], -1)
+        decompressed = self._heads(self._projected("kv_b_proj", c_kv))
+        k_nope, v = decompressed.tensor_split([c.qk_nope_head_dim], -1)
         scores = torch.einsum("qhd,khd->hqk", q_nope, k_nope) + torch.einsum("qhd,kd->hqk", q_rope, k_rope)
         tokens = torch.arange(latents.shape[0], device=hidden.device)
         hidden_from = tokens > positions[:, None]
@@ -71,8 +71,7 @@ class ReferenceAttention:
         out = torch.einsum("hqk,khd->qhd", weights, v)
 
         if c.output_gate is not None:
-            gate = torch.sigmoid(self._projected("g_proj", hidden)).unflatten(-1, (c.num_attention_heads, -1))
-            out = out * gate
+            out = out * torch.sigmoid(self._heads(self._projected("g_proj", hidden)))
         return self._projected("o_proj", out.flatten(1)), latents
 
     def _queries(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -82,7 +81,11 @@ class ReferenceAttention:
         else:
             compressed = self._normalised("q_a_layernorm", self._projected("q_a_proj", hidden))
             q = self._projected("q_b_proj", compressed) * self.config.q_lora_scale
-        return q.unflatten(-1, (self.config.num_attention_heads, self.config.qk_head_dim))
+        return self._heads(q)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Give (n, heads, elements of a head) of (n, elements of all heads)."""
+        return x.view(x.shape[0], self.config.num_attention_heads, -1)
 
     def _projected(self, name: str, x: torch.Tensor) -> torch.Tensor:
         y = x @ self._weights[f"{name}.weight"].T
