@@ -325,6 +325,12 @@ def test_right_arguments_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mla._prefill, "_launch", lambda *_: launched.append("prefill"))
     mla.chunked_prefill(**arguments())
     assert launched == ["prefill", "gather", "prefill", "merge"]
+    launched.clear()
+    mla.chunked_prefill(**arguments(workspace_tokens=10))
+    # In the fashion of a binary counter: results of equally many parts are merged as soon as there are two of them.
+    merges = [0, 1, 0, 2, 1]
+    context = [each for n in merges[1:] for each in ("gather", "prefill", *["merge"] * n)]
+    assert launched == ["prefill", *context]
     with pytest.raises(ValueError, match="workspace_tokens is 0"):
         mla.context_rounds(ints(2), max_context=1, workspace_tokens=0)
     with pytest.raises(ValueError, match=r"context_lens has dtype torch.float32"):

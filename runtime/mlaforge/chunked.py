@@ -8,8 +8,8 @@ How much of whose context a round reads is worked out on the device, so that nob
 rounds follows from what the host knows. All requests take turns, each a tile of the prefill kernel long: in the line of
 all turns, ordered by their number and then by request, each round takes as many as fit. So there is no room left, but
 for what the last turn of a request falls short of, until there are no tokens left, whatever the lengths are. Short
-contexts leave their share to long ones, and as many requests as can be are at work at the same time, which is what fills
-a GPU where each of them has few queries.
+contexts leave their share to long ones, and as many requests as can be are at work at the same time, which is what
+fills a GPU where each of them has few queries.
 """
 
 from __future__ import annotations
