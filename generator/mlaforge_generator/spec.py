@@ -166,8 +166,8 @@ class Dispatch(_Part):
         default=256,
         ge=0,
         le=1 << 20,
-        description="New tokens of a request up to which it is attended to in the latent space, by the decode kernel; one "
-        "with more has keys and values decompressed, for the prefill kernel.",
+        description="New tokens of a request up to which it is attended to in the latent space, by the decode kernel; "
+        "one with more has keys and values decompressed, for the prefill kernel.",
     )
 
 
