@@ -44,13 +44,22 @@ class Model:
     attention: str = ""
     max_position: int = 512
 
+    def config_class(self) -> Any:
+        """Give the class of transformers' configuration."""
+        home = importlib.import_module(f"transformers.models.{self.module}.configuration_{self.module}")
+        return getattr(home, f"{self.prefix}Config")
+
+    def layer_class(self) -> Any:
+        """Give the class of transformers' attention module."""
+        home = importlib.import_module(f"transformers.models.{self.module}.modeling_{self.module}")
+        return getattr(home, self.attention or f"{self.prefix}Attention")
+
     def config(self, **fields: Any) -> Any:
         """Make transformers' configuration."""
-        home = importlib.import_module(f"transformers.models.{self.module}.configuration_{self.module}")
         dims = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 2}
         ranks = {"q_lora_rank": 24, "kv_lora_rank": 32}
         heads = {"qk_nope_head_dim": 20, "qk_rope_head_dim": 16, "v_head_dim": 12}
-        config = getattr(home, f"{self.prefix}Config")(
+        config = self.config_class()(
             **{**dims, **ranks, **heads, "max_position_embeddings": self.max_position, **self.fields, **fields}
         )
         config._attn_implementation = "sdpa"
@@ -58,8 +67,7 @@ class Model:
 
     def layer(self, config: Any, seed: int = 0) -> torch.nn.Module:
         """Make transformers' attention module with random weights that keep the size of what passes through."""
-        home = importlib.import_module(f"transformers.models.{self.module}.modeling_{self.module}")
-        layer: torch.nn.Module = getattr(home, self.attention or f"{self.prefix}Attention")(config, layer_idx=0)
+        layer: torch.nn.Module = self.layer_class()(config, layer_idx=0)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, tensor in layer.named_parameters():

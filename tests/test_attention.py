@@ -431,6 +431,23 @@ def test_state_of_transformers_layers_is_taken() -> None:
         layer.load_state_dict(model.layer(config).state_dict())
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_real_sizes_are_transformers(name: str) -> None:
+    """At the sizes that transformers has as defaults, those of the published models."""
+    pytest.importorskip("transformers", reason="transformers is what is compared with")
+    model = MODELS[name]
+    theirs_config = model.config_class()()
+    config = AttentionConfig.from_hf(theirs_config)
+    with torch.device("meta"):
+        theirs = model.layer_class()(theirs_config, layer_idx=0)
+    assert math.isclose(config.softmax_scale, theirs.scaling, rel_tol=1e-12)
+    norms = [each for each in theirs.modules() if hasattr(each, "variance_epsilon")]
+    assert {each.variance_epsilon for each in norms} == {config.norm_eps}
+    layer = MLAAttention(config, ExactKernels(manifest_for(config)), config.position_tables(8, "meta"), device="meta")
+    shapes, wanted = ({key: each.shape for key, each in x.state_dict().items()} for x in (layer, theirs))
+    assert shapes == wanted
+
+
 # ---- A step's requests -----------------------------------------------------------------------------------------------
 
 

@@ -109,14 +109,14 @@ class AttentionBatch:
             context_lens: tokens of each request that are cached already.
             block_table: (b, max_blocks) int32: the block of each page. Entries behind a request's last page are not
                 read.
-            slot_mapping: (total_tokens,) int64: where the new tokens go, if not to the places that the block table has
-                for them.
+            slot_mapping: (total_tokens,) int64, padding included: where the new tokens go, if not to the places that
+                the block table has for them.
             prefill_absorption_threshold: the spec's own if None. Without a prefill kernel all requests are attended to
                 in the latent space.
             workspace_tokens: cached tokens, of all prompts together, whose keys and values are decompressed at the same
                 time: see `MLA.chunked_prefill`.
             pad_to: as many requests as a captured graph serves: behind those given come requests of length 0, with as
-                many tokens each, whose rows of the block table are not read. All given must have equally many new
+                many tokens each, whose rows of the block table may hold anything. All given must have equally many new
                 tokens, at most the threshold.
 
         Raises:
@@ -184,7 +184,7 @@ class AttentionBatch:
     def copy_(self, other: AttentionBatch) -> None:
         """Take over another batch's lengths, places and tables, in the tensors that a captured graph reads.
 
-        On the current stream. The block table that this batch was made of is written to.
+        On the current stream. The block table and the slots that this batch was made of are written to.
 
         Raises:
             ValueError: the batches differ in what a graph can't change: tokens, groups, widths. Or one has prompts,
