@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mlaforge
-from attention_models import MODELS, YARN, Steps, Theirs, error
+from attention_models import MODELS, YARN, Steps, Theirs, error, weights_of
 from mlaforge.attention import MLAAttention
 from mlaforge.attention_batch import AttentionBatch
 from mlaforge.attention_config import AttentionConfig
@@ -41,21 +41,15 @@ LITE: dict[str, Any] = {
 
 
 @functools.cache
-def lite() -> tuple[MLAAttention, torch.nn.Module, Any]:
-    """Give our layer, transformers' with the same weights, and its configuration."""
-    pytest.importorskip("transformers", reason="transformers is what the layer is compared with")
-    model = MODELS["DeepSeek-V2-Lite"]
-    theirs_config = model.config(**LITE)
-    config = AttentionConfig.from_hf(theirs_config)
+def lite() -> MLAAttention:
+    config = AttentionConfig.from_hf({"model_type": "deepseek_v2", **LITE})
     layer = MLAAttention(config, mlaforge.load("deepseek_v2_lite"), config.position_tables(8192, "cuda"))
-    layer.load_state_dict(model.layer(theirs_config).state_dict())
-    theirs = model.layer(theirs_config).cuda()
-    theirs.load_state_dict(layer.state_dict())
-    return layer, theirs, theirs_config
+    layer.load_state_dict(weights_of(layer, seed=1))
+    return layer
 
 
 def steps_of(requests: int, pages: int = 64) -> Steps:
-    layer, *_ = lite()
+    layer = lite()
     return Steps(layer, layer.state_dict(), requests, pages=pages)
 
 
@@ -82,9 +76,13 @@ def test_a_long_context_in_rounds() -> None:
 
 def test_transformers_prompt_and_decode() -> None:
     """Our layer is no farther from the exact result than transformers' own in bf16."""
-    layer, theirs_layer, config = lite()
+    pytest.importorskip("transformers", reason="transformers is what the layer is compared with")
+    layer, model = lite(), MODELS["DeepSeek-V2-Lite"]
+    config = model.config(**LITE)
+    theirs_layer = model.layer(config).cuda()
+    theirs_layer.load_state_dict(layer.state_dict())
     steps = steps_of(1)
-    theirs = Theirs(MODELS["DeepSeek-V2-Lite"], config, theirs_layer, torch.bfloat16)
+    theirs = Theirs(model, config, theirs_layer, torch.bfloat16)
     for n in (900, *[1] * 30):
         state = steps.generator.get_state()
         got, want = steps.step([n])
