@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from mlaforge_generator.spec import Cache, Decode, Kernels, Model, RopeScaling, Spec, dump_spec
+from mlaforge_generator.spec import Cache, Decode, Dispatch, Kernels, Model, RopeScaling, Spec, dump_spec
 
 _FIRST = string.ascii_lowercase
 _REST = string.ascii_lowercase + string.digits + "_"
@@ -75,6 +75,7 @@ def specs(draw: st.DrawFn) -> Spec:
             dtype=draw(st.sampled_from(["bf16", "fp16"])), page_size=draw(st.sampled_from([64, 1, 16, 32, 128]))
         ),
         kernels=Kernels(decode=Decode.model_validate({"schedule": schedule, "tile_rows": tile_rows})),
+        dispatch=Dispatch(prefill_absorption_threshold=draw(st.sampled_from([256, 0, 1, 1 << 20]))),
     )
 
 
@@ -107,6 +108,7 @@ INTEGERS = [
     "model.hidden_size",
     "model.num_hidden_layers",
     "cache.page_size",
+    "dispatch.prefill_absorption_threshold",
     "kernels.decode.tile_rows",
     "kernels.decode.tile_tokens",
     "kernels.decode.stages",
@@ -128,7 +130,7 @@ _NOT_OFFERED: dict[str, list[Any]] = {
     "kernels.prefill.tile_kv": [48, 112, "all"],
     "kernels.prefill.stages": [0, 9, "all"],
 }
-_MAPPINGS = ["model", "cache", "kernels", "kernels.decode", "kernels.prefill"]
+_MAPPINGS = ["model", "cache", "kernels", "kernels.decode", "kernels.prefill", "dispatch"]
 
 _Tree = dict[str, Any]
 _Mutation = Callable[[st.DrawFn, _Tree], str]
@@ -156,7 +158,7 @@ def _drop_required(draw: st.DrawFn, tree: _Tree) -> str:
 
 def _unknown_field(draw: st.DrawFn, tree: _Tree) -> str:
     parent = draw(st.sampled_from(["", *(f"{name}." for name in _MAPPINGS)]))
-    name = draw(st.sampled_from(["gather", "dispatch", "head_dim", "on", "zz"]))
+    name = draw(st.sampled_from(["gather", "launch", "head_dim", "on", "zz"]))
     return _put(tree, parent + name, draw(st.sampled_from([1, "auto", None])))
 
 

@@ -184,6 +184,7 @@ def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
     assert (manifest.cache.dtype, manifest.cache.page_size) == (plan.spec.cache.dtype, plan.spec.cache.page_size)
     assert dict(manifest.model) == plan.spec.model.model_dump()
     assert manifest.tensor_parallel == plan.spec.tensor_parallel
+    assert manifest.prefill_absorption_threshold == plan.spec.dispatch.prefill_absorption_threshold
     for each_plan, kernel in zip(plan.decodes, manifest.decodes, strict=True):
         assert kernel.source.name == each_plan.file
         assert kernel.smem_bytes == each_plan.smem.total and kernel.threads == each_plan.launch.threads

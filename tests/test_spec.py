@@ -16,6 +16,7 @@ from mlaforge_generator.errors import Problem, SpecError
 from mlaforge_generator.spec import (
     Cache,
     Decode,
+    Dispatch,
     Kernels,
     Model,
     Prefill,
@@ -68,6 +69,7 @@ def test_only_name_and_model_are_needed() -> None:
             decode=Decode(schedule="auto", tile_rows="auto", tile_tokens=64, stages="auto"),
             prefill=Prefill(tile_q="auto", tile_kv="auto", stages="auto"),
         ),
+        dispatch=Dispatch(prefill_absorption_threshold=256),
     )
 
 
@@ -91,6 +93,7 @@ target: sm_90a
 kernels:
   decode: {schedule: plain, tile_rows: 64, tile_tokens: 64, stages: 3}
   prefill: {tile_q: 128, tile_kv: 96, stages: 2}
+dispatch: {prefill_absorption_threshold: 64}
 """
     )
     assert spec.model_dump() == {
@@ -113,6 +116,7 @@ kernels:
             "decode": {"schedule": "plain", "tile_rows": 64, "tile_tokens": 64, "stages": 3},
             "prefill": {"tile_q": 128, "tile_kv": 96, "stages": 2},
         },
+        "dispatch": {"prefill_absorption_threshold": 64},
     }
     assert (spec.heads_per_rank, spec.d_qk, spec.d_v) == (5, 288, 256)
 
@@ -212,7 +216,7 @@ def test_one_fault_gives_one_problem_that_names_its_field(broken: BrokenSpec) ->
 def test_nothing_passes_for_an_integer_but_an_integer(field: str) -> None:
     *parents, name = field.split(".")
     for value in NO_INTEGERS:
-        tree = yaml.safe_load(MINIMAL + "cache: {}\nkernels: {decode: {}, prefill: {}}\n")
+        tree = yaml.safe_load(MINIMAL + "cache: {}\nkernels: {decode: {}, prefill: {}}\ndispatch: {}\n")
         part = tree
         for parent in parents:
             part = part[parent]
@@ -306,10 +310,10 @@ ERRORS = {
         ["8:1: prefill: unknown field here; did you mean kernels.prefill?"],
     ),
     "not a field yet": (
-        MINIMAL + "dispatch: {tile_q: 128}",
+        MINIMAL + "gather: {tile_q: 128}",
         [
-            "8:1: dispatch: unknown field; the fields of a spec are name, model, tensor_parallel, cache, target "
-            "and kernels"
+            "8:1: gather: unknown field; the fields of a spec are name, model, tensor_parallel, cache, target, "
+            "kernels and dispatch"
         ],
     ),
     "missing": (MODEL, ["1:1: name: missing; it must be text of the form [a-z][a-z0-9_]{0,63}"]),

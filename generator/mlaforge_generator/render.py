@@ -16,7 +16,7 @@ from .kernel_plan import KernelPlan
 from .plan import DecodePlan, Plan
 from .resources import template_dir
 
-MANIFEST_FORMAT = 3
+MANIFEST_FORMAT = 4
 """Raised when the runtime must read a manifest differently."""
 
 
@@ -60,6 +60,7 @@ def _manifest(plan: Plan) -> dict[str, Any]:
         "model": plan.spec.model.model_dump(),
         "tensor_parallel": plan.spec.tensor_parallel,
         "cache": plan.spec.cache.model_dump(),
+        "dispatch": plan.spec.dispatch.model_dump(),
         "softmax_scale": plan.softmax_scale,
         "d_qk": decode.d_qk,
         "d_v": decode.d_v,

@@ -159,6 +159,18 @@ class Kernels(_Part):
     )
 
 
+class Dispatch(_Part):
+    """Which kernel a layer takes."""
+
+    prefill_absorption_threshold: int = Field(
+        default=256,
+        ge=0,
+        le=1 << 20,
+        description="New tokens of a request up to which it is attended to in the latent space, by the decode kernel; "
+        "one with more has keys and values decompressed, for the prefill kernel.",
+    )
+
+
 class Spec(_Part):
     """One MLA attention configuration, and what is generated for it."""
 
@@ -174,6 +186,7 @@ class Spec(_Part):
     cache: Cache = Field(default_factory=Cache, description="Format of the cache that the kernels read.")
     target: Literal["sm_90a"] = Field(default="sm_90a", description="GPU architecture; sm_90a is Hopper.")
     kernels: Kernels = Field(default_factory=Kernels, description="Choices for each of the generated kernels.")
+    dispatch: Dispatch = Field(default_factory=Dispatch, description="Which kernel serves which request.")
 
     _origin: Origin = PrivateAttr(default_factory=Origin)
 

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlaforge.api import MLA as MLA
     from mlaforge.api import load as load
+    from mlaforge.attention import MLAAttention as MLAAttention
+    from mlaforge.attention_batch import AttentionBatch as AttentionBatch
+    from mlaforge.attention_config import AttentionConfig as AttentionConfig
+    from mlaforge.attention_reference import ReferenceAttention as ReferenceAttention
     from mlaforge.cache import CacheWarning as CacheWarning
     from mlaforge.cache import KernelCache as KernelCache
     from mlaforge.compiler import CompiledKernel as CompiledKernel
@@ -32,6 +36,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "MLA": "api",
     "load": "api",
+    "MLAAttention": "attention",
+    "AttentionBatch": "attention_batch",
+    "AttentionConfig": "attention_config",
+    "ReferenceAttention": "attention_reference",
     "CudaError": "launch",
     "Manifest": "manifest",
     "ManifestError": "manifest",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 3
+FORMAT = 4
 """The manifest format that this runtime reads."""
 
 
@@ -103,6 +103,8 @@ class Manifest:
     """Dimensions, in the words of config.json."""
     tensor_parallel: int
     cache: CacheFormat
+    prefill_absorption_threshold: int
+    """New tokens of a request up to which a layer attends in the latent space, by decode, instead of by prefill."""
     softmax_scale: float
     d_qk: int
     d_v: int
@@ -165,6 +167,7 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
         model=dict(data["model"]),
         tensor_parallel=int(data["tensor_parallel"]),
         cache=CacheFormat(str(data["cache"]["dtype"]), int(data["cache"]["page_size"])),
+        prefill_absorption_threshold=int(data["dispatch"]["prefill_absorption_threshold"]),
         softmax_scale=float(data["softmax_scale"]),
         d_qk=int(data["d_qk"]),
         d_v=int(data["d_v"]),
