@@ -860,7 +860,7 @@ def test_the_bench_of_the_command_line_writes_data_tables_and_plots(
         def _ceilings(self, machine: Machine) -> None:
             pass
 
-    monkeypatch.setattr(cli, "_why_no_hopper", lambda device: None)
+    monkeypatch.setattr("mlaforge_generator.cli.devices.why_no_hopper", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
     monkeypatch.setattr(mlaforge, "load", Loaded, raising=False)
