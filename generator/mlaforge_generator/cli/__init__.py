@@ -4,7 +4,7 @@ A module holds a family of commands; `group` has what they belong to. What a com
 `plan`, `generate` and `schema` run without torch and CUDA. Results go to stdout, progress and errors to stderr.
 """
 
-from . import bench, compile, generate, make, trace, tune, verify
+from . import bench, compile, exchange, generate, make, trace, tune, verify
 from .group import cli, main
 
-__all__ = ["bench", "cli", "compile", "generate", "main", "make", "trace", "tune", "verify"]
+__all__ = ["bench", "cli", "compile", "exchange", "generate", "main", "make", "trace", "tune", "verify"]
