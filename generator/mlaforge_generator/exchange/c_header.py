@@ -76,6 +76,7 @@ def read_header(text: str, filename: str, settings: Mapping[str, object]) -> Dra
         if value is None:
             if known:
                 draft.fault(name, f"must be a plain literal; got {value_of(' '.join(words))}")
+                draft.sources[_FIELDS.get(name, name)] = name
             elif _CONSTANT.match(name):
                 draft.note(name, " ".join(words), "not known here")
         elif name in values and values[name] != value:

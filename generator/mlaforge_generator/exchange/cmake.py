@@ -62,7 +62,8 @@ def launch_header(plan: Plan) -> str:
     names = ", ".join(f"&mlaforge_{name}_{each}" for each in _kernels(plan))
     all_names = textwrap.fill(f"{{{names}}}", 116, subsequent_indent="    ", break_long_words=False)
     parts.append(
-        f"// All of them.\nMLAFORGE_CONSTANT mlaforge_kernel* const mlaforge_{name}_kernels[] =\n    {all_names};\n"
+        "// All of them.\n"
+        f"MLAFORGE_CONSTANT const mlaforge_kernel* const mlaforge_{name}_kernels[] =\n    {all_names};\n"
     )
     externs = "\n".join(f"extern const unsigned char mlaforge_{name}_{each}_cubin[];" for each in _kernels(plan))
     parts.append(
@@ -113,7 +114,7 @@ def _kernel(
 
     def array(kind: str, suffix: str, items: list[str]) -> Iterator[str]:
         if items:
-            yield f"MLAFORGE_CONSTANT {kind} {prefix}_{suffix}[] = {{"
+            yield f"MLAFORGE_CONSTANT const {kind} {prefix}_{suffix}[] = {{"
             yield from (f"    {item}," for item in items)
             yield "};"
 
@@ -127,7 +128,7 @@ def _kernel(
     for kind, suffix, items in tables:
         lines += array(kind, suffix, items)
     lines += [
-        f"MLAFORGE_CONSTANT mlaforge_kernel {prefix} = {{",
+        f"MLAFORGE_CONSTANT const mlaforge_kernel {prefix} = {{",
         f'    "{file}",',
         f'    "{entry}",',
         f"    {threads},",
@@ -148,7 +149,7 @@ _TYPES = f"""\
 #ifdef __cplusplus
 #define MLAFORGE_CONSTANT constexpr
 #else
-#define MLAFORGE_CONSTANT static const
+#define MLAFORGE_CONSTANT static
 #endif
 
 // A CUtensorMap: elements of 2 bytes, innermost dimension first, element strides of 1, no interleave,

@@ -72,18 +72,17 @@ class Draft:
         parent[name] = value
 
     def whole(self) -> dict[str, Any]:
-        """Give the tree with the user's settings.
-
-        Raises:
-            ForeignFileError: a setting is of a field inside of something that is no mapping.
-        """
+        """Give the tree with the user's settings, but for those of a field inside of what is no mapping."""
         tree = copy.deepcopy(self.tree)
         for target, value in self.settings.items():
             parent, name = self._parent(tree, target)
-            if parent is None:
-                raise ForeignFileError(f"--set {target}: what it is in is no mapping")
-            parent[name] = value
+            if parent is not None:
+                parent[name] = value
         return tree
+
+    def misplaced(self) -> list[str]:
+        """Name the settings that have no place, for they are of a field inside of what is no mapping."""
+        return [target for target in self.settings if self._parent(self.whole(), target)[0] is None]
 
     @staticmethod
     def _parent(tree: dict[str, Any], target: str) -> tuple[dict[str, Any] | None, str]:
@@ -129,17 +128,26 @@ def finish(draft: Draft) -> Imported:
         ForeignFileError: the file has faults, or lacks a field.
     """
     faults = list(draft.faults)
-    tree = draft.whole()
+    faults += [f"--set {name_of(target)}: what it is in is no mapping" for target in draft.misplaced()]
     spec = None
     try:
-        spec = check_spec(tree, draft.filename)
+        spec = check_spec(draft.whole(), draft.filename)
     except SpecError as error:
-        faults += [_reword(draft, problem) for problem in error.problems]
+        # What the file says wrongly is not missing.
+        faults += [
+            _reword(draft, problem)
+            for problem in error.problems
+            if not (_is_missing(problem) and problem.field in draft.sources)
+        ]
     if spec is None or faults:
         raise ForeignFileError("\n".join(faults))
     text = _text(draft, spec)
     assert parse_spec(text) == spec, "what is written is what was checked"
     return Imported(spec, text, tuple(draft.notes), tuple(draft.others))
+
+
+def _is_missing(problem: Problem) -> bool:
+    return problem.message.startswith("missing")
 
 
 def _reword(draft: Draft, problem: Problem) -> str:
@@ -150,7 +158,7 @@ def _reword(draft: Draft, problem: Problem) -> str:
     if problem.field == "name":
         return f"{draft.filename}: {name_of(draft.sources.get('name', 'name'))}: {message}; --name gives another"
     source = draft.sources.get(problem.field, problem.field)
-    if message.startswith("missing"):
+    if _is_missing(problem):
         message += f"; --set {problem.field}=VALUE gives what the file does not say"
     return f"{draft.filename}: {name_of(source)}: {message}"
 
