@@ -4,7 +4,20 @@ A module holds a family of commands; `group` has what they belong to. What a com
 `plan`, `generate` and `schema` run without torch and CUDA. Results go to stdout, progress and errors to stderr.
 """
 
-from . import bench, compile, exchange, generate, make, trace, tune, verify
+from . import bench, cache, compile, doctor, exchange, generate, make, trace, tune, verify
 from .group import cli, main
 
-__all__ = ["bench", "cli", "compile", "exchange", "generate", "main", "make", "trace", "tune", "verify"]
+__all__ = [
+    "bench",
+    "cache",
+    "cli",
+    "compile",
+    "doctor",
+    "exchange",
+    "generate",
+    "main",
+    "make",
+    "trace",
+    "tune",
+    "verify",
+]
