@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +15,8 @@ from ..cost import decode_energy
 from ..target import TARGETS
 from . import devices
 from .group import COUNT, DeviceFailure, Failure, ToolchainFailure, cli
-from .inputs import make_folders
-from .output import WIDE, replace_text, status, steps, writing
+from .inputs import complete_spec, make_folders
+from .output import WIDE, print_json, replace_text, status, steps, writing
 
 if TYPE_CHECKING:
     from mlaforge.bench.cases import Case
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @cli.command()
-@click.argument("spec", metavar="SPEC|DIR")
+@click.argument("spec", metavar="SPEC|DIR", shell_complete=complete_spec)
 @click.option(
     "--suite",
     "suites",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     help="Of the whole run: lowers repeats and seconds to keep it, and drops no case.",
 )
 @click.option("--energy", is_flag=True, help="Measure the constants of the energy model again.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, all else to stderr.")
 @click.option(
     "-o",
     "--output",
@@ -75,6 +78,7 @@ def bench(
     seconds: float,
     budget: float | None,
     energy: bool,
+    as_json: bool,
     output: Path | None,
 ) -> None:
     """Time decode on a GPU, beside other kernels and the machine's ceilings.
@@ -102,10 +106,10 @@ def bench(
         if reason := devices.why_no_hopper("cuda"):
             raise DeviceFailure(f"{reason}; a bench needs one")
         options = Options(chosen, names, repeats, seconds, budget=budget, energy=energy)
-        _bench(folder, options, output or Path(f"bench-{folder.resolve().name}"))
+        _bench(folder, options, output or Path(f"bench-{folder.resolve().name}"), as_json)
 
 
-def _bench(folder: Path, options: Options, output: Path) -> None:
+def _bench(folder: Path, options: Options, output: Path, as_json: bool) -> None:
     import torch
 
     import mlaforge
@@ -117,6 +121,7 @@ def _bench(folder: Path, options: Options, output: Path) -> None:
     from mlaforge.launch import Cuda
     from mlaforge.toolchain import ToolchainError
 
+    tell = functools.partial(click.echo, err=as_json)
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         with status("compiling"):
@@ -152,7 +157,7 @@ def _bench(folder: Path, options: Options, output: Path) -> None:
             meter=meter,
             about=about,
             predict=lambda case: _predict(manifest, case),
-            report=click.echo,
+            report=tell,
             advance=advance,
             save=lambda result: replace_text(output / "bench.json", json.dumps(result, indent=1) + "\n"),
         )
@@ -163,10 +168,12 @@ def _bench(folder: Path, options: Options, output: Path) -> None:
             stopped: BenchError | None = error
         else:
             stopped = None
-    _show_bench(session, output)
+    _show_bench(session, output, tell)
     if session.energy is not None:
         cap = about.get("power_limit_watts", TARGETS[manifest.target].energy.power_cap_watts)
-        click.echo(f"for the planner's table of this GPU:\n{energy_source(session.energy, cap)}")
+        tell(f"for the planner's table of this GPU:\n{energy_source(session.energy, cap)}")
+    if as_json:
+        print_json(session.result)
     if stopped is not None:
         raise Failure(f"stopped: {stopped}; what was measured before is in {output}")
 
@@ -200,7 +207,7 @@ def _predict(manifest: Manifest, case: Case) -> dict[str, Any]:
     }
 
 
-def _show_bench(session: Session, output: Path) -> None:
+def _show_bench(session: Session, output: Path, tell: Callable[[str], None]) -> None:
     """Print the tables, and write them and the plots beside the data."""
     import io
 
@@ -216,9 +223,9 @@ def _show_bench(session: Session, output: Path) -> None:
     console = Console(file=text, highlight=False, width=WIDE)
     for part in bench_tables(result, OURS):
         console.print(part)
-    click.echo(text.getvalue())
+    tell(text.getvalue())
     replace_text(output / "bench.txt", text.getvalue())
     for mode in ("burst", "sustained"):
         if (picture := to_svg(result, mode)) is not None:
             replace_text(output / f"roofline_{mode}.svg", picture)
-    click.echo(f"{output}: {', '.join(sorted(path.name for path in output.iterdir()))}")
+    tell(f"{output}: {', '.join(sorted(path.name for path in output.iterdir()))}")

@@ -13,7 +13,7 @@ import click
 
 from ..target import TARGETS
 from .group import ToolchainFailure, UsageFailure, cli
-from .inputs import make_folders
+from .inputs import complete_spec, make_folders
 from .output import print_json, print_parts, status
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @cli.command(name="compile")
-@click.argument("specs", nargs=-1, required=True, metavar="SPEC|DIR...")
+@click.argument("specs", nargs=-1, required=True, metavar="SPEC|DIR...", shell_complete=complete_spec)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def compile_(specs: tuple[str, ...], as_json: bool) -> None:
     """Compile kernels and report on them.

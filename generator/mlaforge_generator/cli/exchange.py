@@ -15,7 +15,7 @@ from ..exchange.imports import import_file
 from ..exchange.plugin_json import write_plugin
 from ..plan import Plan, make_plan
 from .group import COUNT, UsageFailure, cli
-from .inputs import make_plans
+from .inputs import complete_spec, make_plans
 from .output import replace_text, writing
 
 
@@ -82,7 +82,7 @@ def _settings(settings: tuple[str, ...], name: str | None, tensor_parallel: int 
 
 
 @cli.command()
-@click.argument("spec")
+@click.argument("spec", shell_complete=complete_spec)
 @click.option(
     "--format",
     "kind",

@@ -16,7 +16,7 @@ from ..render import render
 from ..resources import spec_dir
 from ..schema import schema_text
 from .group import COUNT, Failure, cli
-from .inputs import make_plans, shipped, write_generated
+from .inputs import complete_spec, make_plans, shipped, write_generated
 from .output import print_json, print_parts, writing
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _SHAPES = ((1, 65_536, 1), (16, 8_192, 1), (128, 4_096, 1), (128, 8_192, 1), (12
 
 
 @cli.command()
-@click.argument("spec")
+@click.argument("spec", shell_complete=complete_spec)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.option("--batch", type=COUNT, help="Requests.  [default: several shapes; 16 for cache sizes]")
 @click.option("--context", type=COUNT, help="Cached tokens of a request.  [default: several; 65536]")
@@ -140,7 +140,7 @@ def _energy_table(made: Plan, costs: Sequence[DecodeCost], energies: Sequence[De
 
 
 @cli.command()
-@click.argument("specs", nargs=-1, metavar="[SPEC]...")
+@click.argument("specs", nargs=-1, metavar="[SPEC]...", shell_complete=complete_spec)
 @click.option(
     "-o",
     "--output",

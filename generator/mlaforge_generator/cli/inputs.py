@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..emit import write_folder
 from ..errors import Problem as SpecProblem
@@ -16,6 +17,12 @@ from ..resources import find_spec, spec_dir
 from ..spec import load_spec
 from .group import UsageFailure
 from .output import writing
+
+
+def complete_spec(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the name of a shipped spec, or else of a file."""
+    names = [CompletionItem(name) for name in shipped() if name.startswith(incomplete)]
+    return names or [CompletionItem(incomplete, type="file")]
 
 
 def shipped() -> list[str]:

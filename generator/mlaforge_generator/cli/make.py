@@ -11,13 +11,13 @@ import click
 from . import devices
 from .compile import compile_folders, compile_tables
 from .group import COUNT, cli
-from .inputs import make_plans, write_generated
+from .inputs import complete_spec, make_plans, write_generated
 from .output import print_parts, progress
 from .verify import Run, check_absorption_of, verify_folder
 
 
 @cli.command()
-@click.argument("spec")
+@click.argument("spec", shell_complete=complete_spec)
 @click.option(
     "-o",
     "--output",

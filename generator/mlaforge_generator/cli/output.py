@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -40,8 +41,16 @@ _WIDTH = 120
 
 
 def print_json(data: object) -> None:
-    """Print data to stdout as JSON."""
-    click.echo(json.dumps(data, indent=2))
+    """Print data to stdout as JSON, which has no infinity and no NaN: they are null."""
+    click.echo(json.dumps(_finite(data), indent=2, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 @contextlib.contextmanager
@@ -77,6 +86,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 WIDE = 150
+"""Columns of tables that also go into files."""
 
 
 def replace_text(path: Path, text: str) -> None:

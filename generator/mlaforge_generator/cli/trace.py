@@ -10,7 +10,7 @@ import click
 
 from . import devices
 from .group import COUNT, Failure, ToolchainFailure, UsageFailure, cli
-from .inputs import make_folders
+from .inputs import complete_spec, make_folders
 from .output import status, writing
 from .verify import parse_decode_problem
 
@@ -32,7 +32,7 @@ class _Block(click.ParamType[tuple[int, int, int]]):
 
 
 @cli.command()
-@click.argument("spec", metavar="SPEC|DIR")
+@click.argument("spec", metavar="SPEC|DIR", shell_complete=complete_spec)
 @click.option(
     "-o",
     "--output",

@@ -24,7 +24,7 @@ from ..write_back import WriteBackError, tuned_remarks, write_back
 from ..yaml_source import read_bytes
 from . import devices
 from .group import COUNT, DeviceFailure, Failure, ToolchainFailure, UsageFailure, cli
-from .inputs import why_unknown
+from .inputs import complete_spec, why_unknown
 from .output import WIDE, print_json, replace_text, status, steps, writing
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @cli.command()
-@click.argument("spec")
+@click.argument("spec", shell_complete=complete_spec)
 @click.option(
     "-o",
     "--output",

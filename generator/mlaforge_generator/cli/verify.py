@@ -7,32 +7,35 @@ import dataclasses
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
 from . import devices
 from .group import COUNT, DeviceFailure, Failure, ToolchainFailure, UsageFailure, cli
-from .inputs import make_folders
-from .output import print_parts, progress, status
+from .inputs import complete_spec, make_folders
+from .output import print_json, print_parts, progress, status
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from mlaforge.api import MLA
-    from mlaforge.memory_verify import MemoryProblem, MemoryReport
+    from mlaforge.memory_verify import MemoryFailure, MemoryProblem, MemoryReport, Outcome
     from mlaforge.prefill_verify import PrefillProblem
     from mlaforge.reference import AttentionDims
-    from mlaforge.verify import Problem, Report
+    from mlaforge.verify import Errors, Problem, Report
+    from mlaforge.verify import Failure as VerifyFailure
 
+AnyFailure: TypeAlias = "MemoryFailure | VerifyFailure[Problem] | VerifyFailure[PrefillProblem]"
 AnyProblem: TypeAlias = "Problem | MemoryProblem | PrefillProblem"
+AnyReport: TypeAlias = "Report[Problem] | Report[PrefillProblem] | MemoryReport"
 
 
 @cli.command()
-@click.argument("spec", metavar="SPEC|DIR")
+@click.argument("spec", metavar="SPEC|DIR", shell_complete=complete_spec)
 @click.option("--examples", type=COUNT, help="Random problems of each kernel; 200 on a GPU, 12 under the simulator.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Which random problems.")
 @click.option(
@@ -64,6 +67,7 @@ AnyProblem: TypeAlias = "Problem | MemoryProblem | PrefillProblem"
 )
 @click.option("--schedule-seed", type=int, default=0, show_default=True, help="With sim: the order of everything.")
 @click.option("-v", "--verbose", is_flag=True, help="Print each problem before it runs.")
+@click.option("--json", "as_json", is_flag=True, help="Print what came of it as JSON.")
 def verify(
     spec: str,
     examples: int | None,
@@ -76,6 +80,7 @@ def verify(
     mode: str,
     schedule_seed: int,
     verbose: bool,
+    as_json: bool,
 ) -> None:
     """Compare kernels with float64, on a GPU or under the simulator.
 
@@ -90,10 +95,15 @@ def verify(
         problem = _parse_any_problem(text) if text is not None else None
         if device != "sim" and (reason := devices.why_no_hopper(device)):
             raise DeviceFailure(f"{reason}; the kernels can't run here, but `--device sim` runs their text on the CPU")
-        if problem is None:
-            check_absorption_of(_dims(folder))
-        run = Run(seed, examples, max_tokens, matrix, problem, device, mode, schedule_seed, verbose, kernels)
-        verify_folder(spec, folder, run)
+        results: list[dict[str, Any]] | None = [] if as_json else None
+        run = Run(seed, examples, max_tokens, matrix, problem, device, mode, schedule_seed, verbose, kernels, results)
+        try:
+            if problem is None:
+                check_absorption_of(_dims(folder), results)
+            verify_folder(spec, folder, run)
+        finally:
+            if results is not None:
+                print_json(results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +121,8 @@ class Run:
     verbose: bool = False
     kernels: tuple[str, ...] = ()
     """Only these; all if empty."""
+    results: list[dict[str, Any]] | None = None
+    """Where results go, as plain data; None to print them as tables."""
 
     @property
     def simulated(self) -> bool:
@@ -171,15 +183,24 @@ def _dims(folder: Path) -> AttentionDims:
     return dims
 
 
-def check_absorption_of(dims: AttentionDims) -> None:
-    """Compare absorbed scores with naive ones, and print the difference; `Failure` if it is too large."""
+def check_absorption_of(dims: AttentionDims, results: list[dict[str, Any]] | None = None) -> None:
+    """Compare absorbed scores with naive ones, and tell the difference; `Failure` if it is too large.
+
+    Args:
+        dims: of the attention.
+        results: takes the differences as plain data; None to print them.
+    """
     from mlaforge.reference import COSINE_BF16, COSINE_FLOAT32, check_absorption
 
     check = check_absorption(dims)
-    click.echo(
-        f"absorption: naive and absorbed scores, 1 - cosine {1 - check.float32:.1e} in float32 "
-        f"(below {1 - COSINE_FLOAT32:.0e}), {1 - check.bf16:.1e} with bf16 intermediates (below {1 - COSINE_BF16:.0e})"
-    )
+    if results is not None:
+        cosines = {"float32": check.float32, "bf16": check.bf16}
+        results.append({"kernels": ["absorption"], "ok": check.ok, "cosines": cosines})
+    else:
+        click.echo(
+            f"absorption: naive and absorbed scores, 1 - cosine {1 - check.float32:.1e} in float32 (below "
+            f"{1 - COSINE_FLOAT32:.0e}), {1 - check.bf16:.1e} with bf16 intermediates (below {1 - COSINE_BF16:.0e})"
+        )
     if not check.ok:
         raise Failure("absorption: naive and absorbed scores do not agree")
 
@@ -266,7 +287,7 @@ def _verify_prefill(spec: str, mla: MLA, run: Run) -> None:
     )
 
 
-_R = TypeVar("_R", bound="Report[Problem] | Report[PrefillProblem] | MemoryReport")
+_R = TypeVar("_R", bound=AnyReport)
 
 
 def _judge(
@@ -280,21 +301,56 @@ def _judge(
 
     `verify_all` is given what is to be called with each problem before it runs; `table` takes its report and seconds.
     """
-    from mlaforge.memory_verify import MemoryFailure
-
     if not problems:
         return
     start = time.perf_counter()
     with _verifying(problems, run) as before:
         report = verify_all(before)
-    print_parts([table(report, time.perf_counter() - start)])
+    seconds = time.perf_counter() - start
+    kernels = list(filter(None, dict.fromkeys(map(_kernel, problems))))
+    if run.results is None:
+        print_parts([table(report, seconds)])
+    else:
+        run.results.append({"kernels": kernels or ["decode"], **_report_json(spec, run, report), "seconds": seconds})
     if (failure := report.failure) is not None:
-        errors = failure.outcome if isinstance(failure, MemoryFailure) else failure.errors
-        _show_failure(spec, run, errors.failures, failure.found, failure.problem)
+        if run.results is None:
+            _show_failure(spec, run, _errors(failure).failures, failure.found, failure.problem)
         of = f", of {name}," if (name := _kernel(failure.problem)) else ""
         raise Failure(f"{spec}: problem {report.problems} of {len(problems)}{of} failed")
-    kernels = ", ".join(filter(None, dict.fromkeys(map(_kernel, problems))))
-    click.echo(f"{kernels}{': ' if kernels else ''}all {report.problems} problems accepted")
+    if run.results is None:
+        names = ", ".join(kernels)
+        click.echo(f"{names}{': ' if names else ''}all {report.problems} problems accepted")
+
+
+def _errors(failure: AnyFailure) -> Outcome | Errors:
+    from mlaforge.memory_verify import MemoryFailure
+
+    return failure.outcome if isinstance(failure, MemoryFailure) else failure.errors
+
+
+def _report_json(spec: str, run: Run, report: AnyReport) -> dict[str, Any]:
+    """Give a report as plain data."""
+    from mlaforge.memory_verify import MemoryReport
+
+    failure = report.failure
+    worst: Mapping[str, Any] = (
+        {name: {"used": used} for name, used in report.used.items()}
+        if isinstance(report, MemoryReport)
+        else {kind: dataclasses.asdict(errors) for kind, errors in report.worst.items()}
+    )
+    return {
+        "ok": failure is None,
+        "problems": report.problems,
+        "counts": dict(report.counts),
+        "worst": dict(worst),
+        "failure": failure
+        and {
+            "failures": list(_errors(failure).failures),
+            "found": str(failure.found),
+            "problem": str(failure.problem),
+            "reproduce": f"{failure.problem.to_repro(spec)}{run.schedule}",
+        },
+    }
 
 
 def _kernel(problem: AnyProblem) -> str:
