@@ -94,11 +94,15 @@ def test_run_as_a_module() -> None:
 # ---- Completion ------------------------------------------------------------------------------------------------------
 
 
+def complete(**environment: str) -> str:
+    return CliRunner().invoke(cli.cli, prog_name="mlaforge", env=environment).stdout
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts(shell: str) -> None:
-    """The README's line; click asks the shell for its version, and prints the script whatever it is."""
-    done = process("from mlaforge_generator.cli import main; main()", _MLAFORGE_COMPLETE=f"{shell}_source")
-    assert done.returncode == 0 and "_MLAFORGE_COMPLETE" in done.stdout
+    """The README's lines; click asks bash for its version, and prints the script whatever it is."""
+    script = complete(_MLAFORGE_COMPLETE=f"{shell}_source")
+    assert f"_MLAFORGE_COMPLETE={shell}_complete" in script and "_mlaforge_completion" in script
 
 
 @pytest.mark.parametrize(
@@ -109,19 +113,16 @@ def test_completion_scripts(shell: str) -> None:
         ("mlaforge plan deepseek_", {"deepseek_v2", "deepseek_v2_lite", "deepseek_v3"}),
         ("mlaforge compile minicpm3 glm_5_3", {"glm_5_3_flash"}),
         ("mlaforge export minicpm3 --format c", {"c-header", "cmake"}),
+        ("mlaforge make no_such/sp", {"no_such/sp"}),
     ],
 )
 def test_completion(words: str, wanted: set[str]) -> None:
     count = len(shlex.split(words)) - (not words.endswith(" "))
-    environment = {"_MLAFORGE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(count)}
-    done = process("from mlaforge_generator.cli import main; main()", **environment)
-    assert {line.partition(",")[2] for line in done.stdout.splitlines()} == wanted, done.stderr
-
-
-def test_completion_of_files() -> None:
-    environment = {"_MLAFORGE_COMPLETE": "bash_complete", "COMP_WORDS": "mlaforge plan my/sp", "COMP_CWORD": "2"}
-    done = process("from mlaforge_generator.cli import main; main()", **environment)
-    assert done.stdout.splitlines() == ["file,my/sp"]
+    text = complete(_MLAFORGE_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=str(count))
+    kinds = {"file"} if "/" in words else {"plain"}
+    assert {tuple(line.split(",", 1)) for line in text.splitlines()} == {
+        (kind, each) for kind in kinds for each in wanted
+    }
 
 
 # ---- For programs ----------------------------------------------------------------------------------------------------

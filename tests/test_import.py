@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,8 @@ def test_a_dtype_that_no_cache_has_is_told(tmp_path: Path) -> None:
 def test_rope_of_every_kind_of_layer(tmp_path: Path) -> None:
     alike = {"full_attention": new_yarn(40), "sliding_attention": {**new_yarn(40), "rope_theta": 1.0}}
     assert imported(tmp_path, config(*DEEPSEEK, rope_parameters=alike)).spec.softmax_scale == pytest.approx(0.1352338)
+    odd = {"full_attention": {"rope_type": ["yarn"]}, "sliding_attention": {"rope_type": {}}}
+    assert faults(tmp_path, config(*DEEPSEEK, rope_parameters=odd))
     other = {"full_attention": new_yarn(40), "sliding_attention": {"rope_type": "default"}}
     (line,) = faults(tmp_path, config(*DEEPSEEK, rope_parameters=other))
     assert line.startswith("rope_parameters: differs by kind of layer")
@@ -323,6 +326,8 @@ def test_a_config_without_a_latent(tmp_path: Path) -> None:
         '{"kv_lora_rank": 512',
         "[1, 2]",
         '{"a":' * 100_000,
+        '{"kv_lora_rank": 512, "x": ' + "[" * 40 + "]" * 40 + "}",
+        '{"kv_lora_rank": 512, "x": ' + "[" * 900 + "]" * 900 + "}",
         f'{{"kv_lora_rank": {"9" * 10_000}}}',
         "{" + "\x00" + "}",
         "",
@@ -341,6 +346,14 @@ def test_not_utf8_too_large_or_missing(tmp_path: Path) -> None:
     for missing in (tmp_path, tmp_path / "none.json"):
         with pytest.raises(ForeignFileError, match="can't be read"):
             import_file(missing, {})
+
+
+@pytest.mark.parametrize("text", ["/*", "/* */", '"', "kA=", "kA{", "#define kA ", "#define\n", "\\\n", "1'", "/"])
+def test_no_header_takes_long(tmp_path: Path, text: str) -> None:
+    """Work is linear in the size: a quarter of a megabyte takes seconds at most, and not hours."""
+    start = time.process_time()
+    faults(tmp_path, text * (250_000 // len(text)))
+    assert time.process_time() - start < 20
 
 
 EVIL = ["x\nname: evil", "\u2028name: evil", "../up", "\x85b", "# c", "\ud800", "a: b", "*/ int x;", "\x7f", "\x1b[31m"]
@@ -575,6 +588,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["--set", "model.v_head_dim"], "must be FIELD=VALUE"),
         (["--set", "model.v_head_dim=[1"], "--set model.v_head_dim:"),
         (["--set", "model.v_head_dim.x=1"], "no mapping"),
+        (["--set", "model.v_head_dim=1\nx: 2"], "one value"),
         (["--set", "model.zz=1"], "--set model.zz: unknown field"),
     ],
 )

@@ -49,7 +49,7 @@ _SCALE = "kSoftmaxScale"
 
 _TOKEN = re.compile(
     r"""
-    (?P<comment>//[^\n]*|/\*.*?\*/)
+    (?P<comment>//[^\n]*|/\*.*?(?:\*/|\Z))
   | (?P<splice>\\\n)
   | (?P<newline>\n)
   | (?P<text>"(?:[^"\\\n]|\\.)*")

@@ -116,9 +116,12 @@ class Imported:
 def parse_setting(target: str, text: str) -> object:
     """Read the value of a setting, which is YAML; ForeignFileError if it is none."""
     try:
-        return parse_yaml(f"value: {text}", f"--set {name_of(target)}").tree["value"]
+        tree = parse_yaml(f"value: {text}", f"--set {name_of(target)}").tree
     except SpecError as error:
         raise ForeignFileError(str(error)) from None
+    if set(tree) != {"value"}:
+        raise ForeignFileError(f"--set {name_of(target)}: must be one value; got {value_of(text)}")
+    return tree["value"]
 
 
 def finish(draft: Draft) -> Imported:
@@ -231,4 +234,10 @@ def parse_json(data: bytes, filename: str) -> dict[str, Tree]:
         fail("a number is too long")
     if not isinstance(tree, dict):
         fail("the top level must be an object")
+    level: list[Any] = [tree]
+    for _ in range(MAX_DEPTH):
+        inner = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
+        level = [each for each in inner if isinstance(each, dict | list)]
+    if level:
+        fail(f"nested more than {MAX_DEPTH} deep")
     return tree

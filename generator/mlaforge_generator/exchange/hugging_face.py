@@ -172,7 +172,7 @@ def _rope(draft: Draft, config: Mapping[str, Any], prefix: str) -> tuple[Mapping
 def _rope_of_layers(draft: Draft, rope: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any] | None, str]:
     """Take the one of all kinds of layers, if they agree in what matters here."""
     kinds = {
-        (_rope_type(each), *(value_of(each.get(name)) for name in _ROPE_FIELDS)): f"{source}.{layer}"
+        (value_of(_rope_type(each)), *(value_of(each.get(name)) for name in _ROPE_FIELDS)): f"{source}.{layer}"
         for layer, each in rope.items()
     }
     first = next(iter(rope))

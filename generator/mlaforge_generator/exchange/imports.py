@@ -10,7 +10,7 @@ from .draft import Draft, ForeignFileError, Imported, finish, parse_json
 from .hugging_face import read_config
 from .plugin_json import PLUGIN, read_plugin
 
-MAX_BYTES = 1 << 22
+MAX_BYTES = 1 << 20
 """Longest file that is read; a config.json has some thousand bytes."""
 
 
