@@ -257,6 +257,8 @@ def test_rope_of_every_kind_of_layer(tmp_path: Path) -> None:
     other = {"full_attention": new_yarn(40), "sliding_attention": {"rope_type": "default"}}
     (line,) = faults(tmp_path, config(*DEEPSEEK, rope_parameters=other))
     assert line.startswith("rope_parameters: differs by kind of layer")
+    given = {"model.rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1}}
+    assert imported(tmp_path, config(*DEEPSEEK, rope_parameters=other), **given).spec.softmax_scale > 0.135
 
 
 def test_rope_told_twice(tmp_path: Path) -> None:
@@ -300,6 +302,17 @@ def test_what_is_missing_is_named_and_can_be_given(tmp_path: Path, missing: str)
     (line,) = faults(tmp_path, content)
     assert line.startswith(f"model.{missing}: missing") and f"--set model.{missing}=" in line
     assert getattr(imported(tmp_path, content, **{f"model.{missing}": value}).spec.model, missing) == value
+
+
+def test_what_the_user_sets_goes_before_a_fault(tmp_path: Path) -> None:
+    content = config(*DEEPSEEK, rope_scaling={"type": "mine"}, kv_lora_rank="x", attention_v_dim=64, model_type=7)
+    assert len(faults(tmp_path, content)) == 4
+    given = {"model.rope_scaling": None, "model.kv_lora_rank": 256, "model.v_head_dim": 128, "name": "mine"}
+    spec = imported(tmp_path, content, **given).spec
+    assert (spec.name, spec.d_v, spec.model.v_head_dim, spec.model.rope_scaling) == ("mine", 256, 128, None)
+    assert len(faults(tmp_path, content, **{**given, "model.kv_lora_rank": 0})) == 1
+    header = HEADER.replace("kNumHeads = 128", "kNumHeads = 2 * 64")
+    assert imported(tmp_path, header, name="mine", **{**V_HEAD_DIM, "model.num_attention_heads": 64}).spec
 
 
 def test_all_faults_come_at_once(tmp_path: Path) -> None:

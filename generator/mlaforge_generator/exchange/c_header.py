@@ -75,8 +75,9 @@ def read_header(text: str, filename: str, settings: Mapping[str, object]) -> Dra
         known = name in _FIELDS or name in (_TILE, _STAGES, "kPrefillThresh")
         if value is None:
             if known:
-                draft.fault(name, f"must be a plain literal; got {value_of(' '.join(words))}")
-                draft.sources[_FIELDS.get(name, name)] = name
+                target = _FIELDS.get(name, name)
+                draft.fault(name, f"must be a plain literal; got {value_of(' '.join(words))}", target)
+                draft.sources[target] = name
             elif _CONSTANT.match(name):
                 draft.note(name, " ".join(words), "not known here")
         elif name in values and values[name] != value:

@@ -66,7 +66,8 @@ class Draft:
         parent, name = self._parent(self.tree, target)
         if parent is None or name in parent:
             earlier = self.sources.get(target, "something before it")
-            self.fault(source, f"says the same as {name_of(earlier)}, or contradicts it; remove one of the two")
+            message = f"says the same as {name_of(earlier)}, or contradicts it; remove one of the two"
+            self.fault(source, message, target)
             return
         self.sources[target] = source
         parent[name] = value
@@ -98,9 +99,10 @@ class Draft:
         """Keep what the spec can't say."""
         self.notes.append(Note(name_of(source), value_of(value), why))
 
-    def fault(self, source: str, message: str) -> None:
-        """Keep a fault, to be told with all others."""
-        self.faults.append(f"{self.filename}: {name_of(source)}: {message}")
+    def fault(self, source: str, message: str, target: str = "") -> None:
+        """Keep a fault, to be told with all others; none if it is in a field of the spec that the user has set."""
+        if not any(f"{target}.".startswith(f"{each}.") for each in self.settings):
+            self.faults.append(f"{self.filename}: {name_of(source)}: {message}")
 
 
 @dataclass(frozen=True)

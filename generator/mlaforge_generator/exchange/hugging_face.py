@@ -35,6 +35,7 @@ _ROPE_TYPES = {
     "deepseek_yarn": "yarn",
     "su": "longrope",
 }
+_ROPE = "model.rope_scaling"
 _ROPE_FIELDS = ("factor", "mscale", "mscale_all_dim")
 
 _SPARSE = "sparse attention; the kernels attend to every cached token"
@@ -144,7 +145,9 @@ def _put_field(draft: Draft, config: Mapping[str, Any], prefix: str, target: str
     for other in others:
         if config[other] != config[first]:
             values = f"{value_of(config[other])} here and {value_of(config[first])} as {first}"
-            draft.fault(prefix + other, f"the same thing twice, with {values}; remove one of the two")
+            draft.fault(
+                prefix + other, f"the same thing twice, with {values}; remove one of the two", f"model.{target}"
+            )
 
 
 def _rope(draft: Draft, config: Mapping[str, Any], prefix: str) -> tuple[Mapping[str, Any] | None, str]:
@@ -155,15 +158,17 @@ def _rope(draft: Draft, config: Mapping[str, Any], prefix: str) -> tuple[Mapping
     # Some configs hold both: the old one as it was published, and the new one made of it.
     name, rope = found[0]
     if not isinstance(rope, dict):
-        draft.fault(prefix + name, f"must be an object; got {value_of(rope)}")
+        draft.fault(prefix + name, f"must be an object; got {value_of(rope)}", _ROPE)
         return None, ""
+    if len(found) == 2:
+        draft.others.append(name_of(prefix + found[1][0]))
     if len(found) == 2 and isinstance(found[1][1], dict):
         old = found[1][1]
         for each in (*_ROPE_FIELDS, "type"):
             one, two = (_rope_type(rope), _rope_type(old)) if each == "type" else (rope.get(each), old.get(each))
             if one != two:
                 values = f"{value_of(one)} here and {value_of(two)} in {prefix}{found[1][0]}"
-                draft.fault(f"{prefix}{name}.{each}", f"{values}; remove one of the two")
+                draft.fault(f"{prefix}{name}.{each}", f"{values}; remove one of the two", f"{_ROPE}.{each}")
     if rope and all(isinstance(value, dict) for value in rope.values()):
         return _rope_of_layers(draft, rope, prefix + name)
     return rope, prefix + name
@@ -177,8 +182,9 @@ def _rope_of_layers(draft: Draft, rope: Mapping[str, Any], source: str) -> tuple
     }
     first = next(iter(rope))
     if len(kinds) > 1:
+        layers = ", ".join(map(name_of, rope))
         draft.fault(
-            source, f"differs by kind of layer, {', '.join(map(name_of, rope))}; keep the one that is meant as {source}"
+            source, f"differs by kind of layer, {layers}; --set {_ROPE}=VALUE gives the one that is meant", _ROPE
         )
         return None, ""
     for layer in list(rope)[1:]:
@@ -195,19 +201,19 @@ def _put_rope(draft: Draft, rope: Mapping[str, Any], source: str) -> None:
     type_name = f"{source}.{'rope_type' if 'rope_type' in rope else 'type'}"
     if "type" in rope and "rope_type" in rope and rope["type"] != rope["rope_type"]:
         values = f"{value_of(rope['type'])} here and {value_of(kind)} as rope_type"
-        draft.fault(f"{source}.type", f"{values}; remove one of the two")
+        draft.fault(f"{source}.type", f"{values}; remove one of the two", f"{_ROPE}.type")
     used = {"type", "rope_type"}
     if kind not in ("default", None):
         if isinstance(kind, str) and kind in _ROPE_TYPES:
-            draft.put("model.rope_scaling.type", _ROPE_TYPES[kind], type_name)
+            draft.put(f"{_ROPE}.type", _ROPE_TYPES[kind], type_name)
             for name in _ROPE_FIELDS:
                 if rope.get(name) is not None:
-                    draft.put(f"model.rope_scaling.{name}", rope[name], f"{source}.{name}")
+                    draft.put(f"{_ROPE}.{name}", rope[name], f"{source}.{name}")
                     used.add(name)
         else:
             # It may change the softmax scale: nobody but the user knows.
             known = ", ".join(("default", *_ROPE_TYPES))
-            draft.fault(type_name, f"must be one of {known}; got {value_of(kind)}")
+            draft.fault(type_name, f"must be one of {known}; got {value_of(kind)}", f"{_ROPE}.type")
     for name, value in rope.items():
         if name not in used and value is not None:
             draft.note(f"{source}.{name}", value, _ATTENTION.get(name, _ROTATION))
@@ -222,7 +228,7 @@ def _put_dtype(draft: Draft, tree: Mapping[str, Any], config: Mapping[str, Any],
         if word in _DTYPES:
             draft.put("cache.dtype", _DTYPES[word], source)
         else:
-            draft.note(source, value, "a cache is bf16 or fp16; this spec has bf16, the default")
+            draft.note(source, value, "a cache is bf16 or fp16: see cache.dtype, which is bf16 unless it is set")
         return
 
 
