@@ -860,7 +860,7 @@ def test_the_bench_of_the_command_line_writes_data_tables_and_plots(
         def _ceilings(self, machine: Machine) -> None:
             pass
 
-    monkeypatch.setattr(cli, "_why_no_hopper", lambda device: None)
+    monkeypatch.setattr("mlaforge_generator.cli.devices.why_no_hopper", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
     monkeypatch.setattr(mlaforge, "load", Loaded, raising=False)
@@ -881,6 +881,11 @@ def test_the_bench_of_the_command_line_writes_data_tables_and_plots(
     assert data["burst"][0]["kernels"]["flashmla"]["us"]["count"] == 5
     assert data["burst"][0]["predicted"]["nJ_per_token"] > 100
     assert "1 x 100 tokens, 8 heads" in result.stdout and "best peer" in (out / "bench.txt").read_text()
+    result = run(
+        folder, "--shapes", "1x100", "--heads", "8", "--repeats", "5", "--peers", "none", "--json", "-o", str(out)
+    )
+    assert result.exit_code == 0 and "1 x 100 tokens, 8 heads" in result.stderr
+    assert json.loads(result.stdout) == json.loads((out / "bench.json").read_text())
 
 
 def test_ceilings_are_measured_with_the_calls_of_the_cases(fakes: dict[str, Any]) -> None:

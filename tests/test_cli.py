@@ -366,7 +366,7 @@ class Decoders:
 def on_cpu(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Decoders:
     """Let verification run on the CPU, with decoders in torch."""
     decoders = Decoders()
-    monkeypatch.setattr(cli, "_why_no_hopper", lambda device: None)
+    monkeypatch.setattr("mlaforge_generator.cli.devices.why_no_hopper", lambda device: None)
     monkeypatch.setitem(mlaforge.__dict__, "load", decoders.load)
     return decoders
 
@@ -476,9 +476,9 @@ def test_failure_under_the_simulator_replays_with_its_schedule(
 
 
 def test_make_with_one(on_cpu: Decoders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    of_make = cli._Run
+    of_make = cli.make.Run
     monkeypatch.setattr(
-        cli, "_Run", lambda seed, examples, device: of_make(seed, examples, max_tokens=300, device="cpu")
+        cli.make, "Run", lambda seed, examples, device: of_make(seed, examples, max_tokens=300, device="cpu")
     )
     result = run("make", "minicpm3", "-o", tmp_path, "--examples", "4")
     assert result.exit_code == 0 and "all 4 problems accepted" in result.stdout

@@ -304,7 +304,7 @@ def test_shrinking_finds_the_least_problem() -> None:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Let verification run on the CPU, with kernels in torch that have a fault."""
-    monkeypatch.setattr(cli, "_why_no_hopper", lambda device: None)
+    monkeypatch.setattr("mlaforge_generator.cli.devices.why_no_hopper", lambda device: None)
 
     def use(fault: str) -> None:
         monkeypatch.setitem(mlaforge.__dict__, "load", lambda folder, **_: TorchKernels(fault, read_manifest(folder)))

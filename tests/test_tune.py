@@ -701,7 +701,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
             report = dataclasses.make_dataclass("Report", ("registers", "spill_stores", "spill_loads", "serialized"))
             self.kernels = {f"mla_{source.stem}": report(168, 4, 8, False)}
 
-    monkeypatch.setattr(cli, "_why_no_hopper", lambda device: None)
+    monkeypatch.setattr("mlaforge_generator.cli.devices.why_no_hopper", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
     monkeypatch.setitem(mlaforge.__dict__, "load", made.load)
@@ -892,11 +892,11 @@ def test_without_a_gpu_there_is_no_tuning(spec: Path, tmp_path: Path, monkeypatc
 
 
 def test_shapes_and_rows_are_those_of_the_spec() -> None:
-    own = cli._tune_cases((), (), ("16",), ("1",))
+    own = cli.tune._tune_cases((), (), ("16",), ("1",))
     assert {(case.h, case.s_q) for case in own} == {(16, 1)} and len(own) == len(set(own)) == 8
-    given = cli._tune_cases((), ("2x64",), ("16", "128"), ("1", "2"))
+    given = cli.tune._tune_cases((), ("2x64",), ("16", "128"), ("1", "2"))
     assert given == [Case(2, 64, h, s_q) for s_q in (1, 2) for h in (16, 128)]
-    assert cli._tune_cases(("burst,small",), ("2x64",), ("16",), ("1",)) == [Case(2, 64, 16, 1)]
+    assert cli.tune._tune_cases(("burst,small",), ("2x64",), ("16",), ("1",)) == [Case(2, 64, 16, 1)]
 
 
 def test_candidates_are_compiled_and_what_fails_has_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -909,7 +909,7 @@ def test_candidates_are_compiled_and_what_fails_has_its_error(tmp_path: Path, mo
     missing = next(each for each in swept.candidates if each.files is None)
     some = (good, dataclasses.replace(good, label="broken", planner=False, files=broken), missing)
     lines: list[str] = []
-    right, wrong, unplanned = cli._build(Sweep(swept.fields, some), tmp_path, lines.append)
+    right, wrong, unplanned = cli.tune._build(Sweep(swept.fields, some), tmp_path, lines.append)
     assert right.mla is not None and right.planner and right.reason is None and right.settings == good.settings
     assert "mla_decode" in right.kernels and not any(each["spills"] for each in right.kernels.values())
     assert wrong.mla is None and "advances" in str(wrong.reason) and "\n" not in str(wrong.reason)

@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from .errors import Problem, SpecError
-from .yaml_source import KeyPath, Origin, Source, parse_yaml, read_bytes, shown
+from .yaml_source import KeyPath, Origin, Source, Tree, parse_yaml, read_bytes, shown
 
 _HeadDim = Annotated[int, Field(ge=1, le=1024)]
 _Rank = Annotated[int, Field(ge=1, le=8192)]
@@ -234,7 +234,15 @@ class Spec(_Part):
 
 def parse_spec(text: str | bytes, filename: str = "<string>") -> Spec:
     """Read a spec from YAML; SpecError holds every fault of the text. `filename` is only for messages."""
-    source = parse_yaml(text, filename)
+    return _check(parse_yaml(text, filename))
+
+
+def check_spec(tree: dict[str, Tree], filename: str = "<spec>") -> Spec:
+    """Make a spec of plain data; SpecError names the field of every fault. `filename` is only for messages."""
+    return _check(Source(tree, Origin(filename), (), frozenset(), {}))
+
+
+def _check(source: Source) -> Spec:
     try:
         spec = Spec.model_validate(source.tree)
     except ValidationError as error:

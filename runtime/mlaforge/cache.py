@@ -11,6 +11,8 @@ import fcntl
 import hashlib
 import json
 import os
+import re
+import stat
 import struct
 import tempfile
 import time
@@ -23,6 +25,10 @@ from typing import Any
 _MAGIC = b"mlaforge-cubin-1\n"
 _LENGTHS = struct.Struct("<QQ")
 _DIGEST_SIZE = hashlib.sha256().digest_size
+_FILE = re.compile(r"([0-9a-f]{64})\.cubin")
+_LEFTOVER = re.compile(r"\..*\.tmp|[0-9a-f]{64}\.lock")
+_LEFTOVER_SECONDS = 3600.0
+"""No compile takes as long: what is older was left behind by a process that was killed."""
 _POLL_SECONDS = 0.02
 _LOCK_TIMEOUT_SECONDS = 120.0
 
@@ -59,6 +65,24 @@ class Entry:
         if header["key"] != key:
             return None
         return cls(header["meta"], body[meta_end : meta_end + cubin_size])
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file of the cache."""
+
+    key: str
+    path: Path
+    bytes: int
+    written: float
+    """Seconds since the epoch."""
+
+    def read(self) -> Entry | None:
+        """Read the entry; None if it is damaged, or gone."""
+        try:
+            return Entry.from_bytes(self.key, self.path.read_bytes())
+        except OSError:
+            return None
 
 
 def default_directory() -> Path | None:
@@ -130,6 +154,54 @@ class KernelCache:
             _warn_once(f"cannot write to {path.parent}: {error.strerror or error}")
             return False
         return True
+
+    def stored(self) -> list[Stored]:
+        """List the files of entries, newest first, whether or not they are damaged. Other files are none of them.
+
+        Raises:
+            OSError: the directory can't be read; one that is not there yet is empty.
+        """
+        found = []
+        for path, status in self._files(_FILE):
+            found.append(Stored(path.stem, path, status.st_size, status.st_mtime))
+        return sorted(found, key=lambda each: (-each.written, each.key))
+
+    def clear(self, before: float | None = None) -> list[Stored]:
+        """Remove entries, and what killed processes left behind; give the entries that were removed.
+
+        Processes that use the cache meanwhile compile anew what they miss. Files that are not of the cache stay.
+
+        Args:
+            before: only entries that were written before, in seconds since the epoch; all if None.
+
+        Raises:
+            OSError: a file can't be removed.
+        """
+        removed = []
+        for each in self.stored():
+            if before is None or each.written < before:
+                each.path.unlink(missing_ok=True)
+                removed.append(each)
+        deadline = time.time() - _LEFTOVER_SECONDS
+        for path, status in self._files(_LEFTOVER):
+            if status.st_mtime < deadline:
+                path.unlink(missing_ok=True)
+        return removed
+
+    def _files(self, pattern: re.Pattern[str]) -> Iterator[tuple[Path, os.stat_result]]:
+        """Give the plain files of the directory whose whole name is of a form; a link is none of ours."""
+        if self.directory is None:
+            return
+        try:
+            paths = list(self.directory.iterdir())
+        except FileNotFoundError:
+            return
+        for path in paths:
+            if pattern.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode):
+                        yield path, status
 
     def get(self, key: str, build: Callable[[], Entry]) -> tuple[Entry, bool]:
         """Return the entry of a key, building and publishing it if it is absent, and whether it was there.

@@ -74,6 +74,21 @@ _HEADERS: Mapping[str, _Component] = MappingProxyType(
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of the toolchain as it was found."""
+
+    label: str
+    version: str | None
+    """None if it is missing."""
+    directory: Path | None
+    """Of headers, for NVRTC's include path; None if it is missing, or a library."""
+    wheel: str
+    """What brings it."""
+    requirement: str
+    """The same as pip takes it."""
+
+
+@dataclass(frozen=True)
 class Toolchain:
     """The compiler and the headers that one process compiles with."""
 
@@ -94,21 +109,27 @@ def find_toolchain() -> Toolchain:
     Raises:
         ToolchainError: a part is neither installed as a wheel nor in a toolkit.
     """
-    versions = {"nvrtc": _nvrtc_version()}
-    include_dirs: dict[Path, None] = {}
-    missing: list[_Component] = []
-    for name, component in _HEADERS.items():
-        found = _in_wheel(component) or _in_toolkit(component)
-        if found is None:
-            missing.append(component)
-            continue
-        directory, versions[name] = found
-        include_dirs[directory] = None
+    found = find_parts()
+    if found["nvrtc"].version is None:
+        raise ToolchainError(f"NVRTC not found; run: pip install {found['nvrtc'].requirement}")
+    missing = [part for part in found.values() if part.version is None]
     if missing:
-        wheels = " ".join(_requirement(component.wheel) for component in missing)
-        labels = ", ".join(component.label for component in missing)
+        wheels = " ".join(part.requirement for part in missing)
+        labels = ", ".join(part.label for part in missing)
         raise ToolchainError(f"{labels} not found; run: pip install {wheels}")
-    return Toolchain(tuple(include_dirs), MappingProxyType(versions))
+    directories = dict.fromkeys(part.directory for part in found.values() if part.directory is not None)
+    versions = {name: part.version for name, part in found.items() if part.version is not None}
+    return Toolchain(tuple(directories), MappingProxyType(versions))
+
+
+def find_parts() -> dict[str, Part]:
+    """Look for the parts that `find_toolchain` needs, by the names of `Toolchain.versions`."""
+    wheel = "nvidia-cuda-nvrtc"
+    parts = {"nvrtc": Part("NVRTC", _nvrtc_version(), None, wheel, requirement_of(wheel))}
+    for name, component in _HEADERS.items():
+        directory, version = _in_wheel(component) or _in_toolkit(component) or (None, None)
+        parts[name] = Part(component.label, version, directory, component.wheel, requirement_of(component.wheel))
+    return parts
 
 
 def find_nvdisasm() -> Path:
@@ -172,7 +193,7 @@ def _toolkit_version(root: Path) -> str:
     return _macro(root / "include/cuda_runtime_api.h", "CUDART_VERSION") or "unknown"
 
 
-def _nvrtc_version() -> str:
+def _nvrtc_version() -> str | None:
     try:
         return importlib.metadata.version("nvidia-cuda-nvrtc")
     except importlib.metadata.PackageNotFoundError:
@@ -183,12 +204,12 @@ def _nvrtc_version() -> str:
         from cuda.bindings import nvrtc
 
         _status, major, minor = nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:
-        raise ToolchainError(f"NVRTC not found; run: pip install {_requirement('nvidia-cuda-nvrtc')}") from error
+    except (ImportError, RuntimeError):
+        return None
     return f"toolkit-{major}.{minor}"
 
 
-def _requirement(wheel: str) -> str:
+def requirement_of(wheel: str) -> str:
     """Quote the project's own requirement on a wheel, so that the advice cannot drift from pyproject.toml."""
     try:
         requirements = importlib.metadata.requires("mlaforge") or []

@@ -1,0 +1,5 @@
+"""`python -m mlaforge_generator.cli`."""
+
+from . import main
+
+main()

@@ -1,0 +1,132 @@
+"""`compile`: cubins and what is to be known of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..target import TARGETS
+from .group import ToolchainFailure, UsageFailure, cli
+from .inputs import complete_spec, make_folders
+from .output import print_json, print_parts, status
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mlaforge.compiler import CompiledKernel
+    from mlaforge.manifest import Manifest
+
+
+@cli.command(name="compile")
+@click.argument("specs", nargs=-1, required=True, metavar="SPEC|DIR...", shell_complete=complete_spec)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def compile_(specs: tuple[str, ...], as_json: bool) -> None:
+    """Compile kernels and report on them.
+
+    Takes specs and generated folders. Needs no GPU.
+    """
+    with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
+        compiled = compile_folders(make_folders(specs, Path(scratch)))
+    if as_json:
+        print_json([_compile_json(manifest, kernel) for manifest, kernel in compiled])
+    else:
+        print_parts(compile_tables(compiled))
+
+
+def compile_folders(folders: Sequence[Path]) -> list[tuple[Manifest, CompiledKernel]]:
+    """Compile the kernels of folders, and give each with its manifest; `Failure` says what is wrong."""
+    from mlaforge.compiler import CompileError, KernelWarning, compile_many
+    from mlaforge.manifest import ManifestError, read_manifest
+    from mlaforge.toolchain import ToolchainError
+
+    try:
+        manifests = [read_manifest(folder) for folder in folders]
+    except ManifestError as error:
+        raise UsageFailure(str(error)) from None
+    sources = [(manifest, source) for manifest in manifests for source in manifest.sources]
+    try:
+        with status(f"compiling {len(sources)} kernels"), warnings.catch_warnings():
+            # The report says it.
+            warnings.simplefilter("ignore", KernelWarning)
+            kernels = compile_many([source for _, source in sources])
+            return [(manifest, kernel.with_sass()) for (manifest, _), kernel in zip(sources, kernels, strict=True)]
+    except (CompileError, ToolchainError) as error:
+        raise ToolchainFailure(str(error)) from None
+    except OSError as error:
+        raise UsageFailure(f"{error.filename}: can't be read: {error.strerror}") from None
+
+
+def _compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
+    return {
+        "spec": manifest.name,
+        "file": kernel.source.name,
+        "key": kernel.key,
+        "cubin_bytes": len(kernel.cubin),
+        "cache_hit": kernel.cache_hit,
+        "seconds": dict(kernel.seconds),
+        "versions": dict(kernel.versions),
+        "dynamic_smem": manifest.dynamic_smem[kernel.source],
+        "smem_limit": TARGETS[manifest.target].smem_per_block,
+        "kernels": [
+            {**dataclasses.asdict(report), "serialized": report.serialized} for report in kernel.kernels.values()
+        ],
+    }
+
+
+def compile_tables(compiled: Sequence[tuple[Manifest, CompiledKernel]]) -> Iterator[Table]:
+    """Lay out registers, memory and instructions of kernels, and the seconds that they took."""
+    from rich.text import Text
+
+    from ..tables import table
+
+    def bad_unless_zero(count: int) -> Text:
+        return Text(f"{count:,}", style="bold red" if count else "")
+
+    rows = []
+    times = []
+    for manifest, kernel in compiled:
+        for report in kernel.kernels.values():
+            sass, seconds = report.sass or {}, kernel.seconds
+            rows.append(
+                (
+                    manifest.name,
+                    report.entry,
+                    report.registers,
+                    bad_unless_zero(report.spill_stores + report.spill_loads),
+                    bad_unless_zero(report.stack_frame),
+                    f"{report.static_smem:,}",
+                    f"{manifest.dynamic_smem[kernel.source]:,}",
+                    sass.get("HGMMA", 0),
+                    sass.get("UTMALDG", 0),
+                    Text("serialised", style="bold red")
+                    if report.serialized
+                    else "overlap"
+                    if "HGMMA" in sass
+                    else "-",
+                )
+            )
+            phases = (f"{seconds[name]:.2f}" if name in seconds else "-" for name in _PHASES)
+            times.append((manifest.name, report.entry, "hit" if kernel.cache_hit else "miss", *phases))
+    limit = max(TARGETS[manifest.target].smem_per_block for manifest, _ in compiled)
+    versions = ", ".join(f"{name} {version}" for name, version in compiled[0][1].versions.items())
+    yield table(
+        "Compiled kernels, shared memory and spills in bytes",
+        ("spec", "kernel", "registers>", "spills>", "stack>", "static>", "dynamic>", "HGMMA>", "UTMALDG>", "WGMMA"),
+        rows,
+        caption=f"a block has {limit:,} B of shared memory",
+    )
+    yield table(
+        "Seconds of the compile that made the cubin",
+        ("spec", "kernel", "cache", *(f"{name}>" for name in _PHASES)),
+        times,
+        caption=f"nvrtc has front end, optimizer and ptxas in it; {versions}",
+    )
+
+
+_PHASES = ("header search", "import", "nvrtc", "front end", "optimizer", "ptxas")

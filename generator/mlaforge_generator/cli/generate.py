@@ -1,0 +1,210 @@
+"""`plan`, `generate` and `schema`: from a spec to text. No torch, no CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..cost import DecodeCost, DecodeEnergy, cache_sizes, decode_cost, decode_energy
+from ..emit import diff_folder
+from ..plan import Plan
+from ..render import render
+from ..resources import spec_dir
+from ..schema import schema_text
+from .group import COUNT, Failure, cli
+from .inputs import complete_spec, make_plans, shipped, write_generated
+from .output import print_json, print_parts, writing
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# Shapes whose floors a plan shows: batch, context, s_q.
+_SHAPES = ((1, 65_536, 1), (16, 8_192, 1), (128, 4_096, 1), (128, 8_192, 1), (128, 8_192, 2))
+
+
+@cli.command()
+@click.argument("spec", shell_complete=complete_spec)
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.option("--batch", type=COUNT, help="Requests.  [default: several shapes; 16 for cache sizes]")
+@click.option("--context", type=COUNT, help="Cached tokens of a request.  [default: several; 65536]")
+@click.option("--s-q", type=COUNT, default=None, help="Query tokens of a request.  [default: several]")
+@click.option("--heads", type=COUNT, help="Query heads of a rank.  [default: the spec's]")
+@click.option("--layers", type=COUNT, help="Layers, for cache sizes.  [default: the spec's, else 1]")
+def plan(
+    spec: str,
+    as_json: bool,
+    batch: int | None,
+    context: int | None,
+    s_q: int | None,
+    heads: int | None,
+    layers: int | None,
+) -> None:
+    """Print every number of a spec's kernels.
+
+    The shared-memory map, barriers, tensor maps, warps, registers and launch; traffic, work and the floor of decode
+    calls on the target, and the rate and energy when they go on for seconds; sizes of the key-value cache.
+    """
+    made = make_plans([spec])[0]
+    if batch is context is s_q is None:
+        shapes: Sequence[tuple[int, int, int]] = _SHAPES
+    else:
+        shapes = [(batch or 16, context or 65_536, s_q or 1)]
+    costs = [decode_cost(made, batch=b, context=s_k, s_q=q, heads=heads) for b, s_k, q in shapes]
+    d_qk, d_v = made.decode.d_qk, made.decode.d_v
+    tiles = [made.decode_for(cost.s_q * cost.heads).tile for cost in costs]
+    energies = [
+        decode_energy(
+            made.target,
+            d_qk=d_qk,
+            d_v=d_v,
+            tile_rows=tile.rows,
+            tile_tokens=tile.tokens,
+            batch=cost.batch,
+            context=cost.context,
+            rows=cost.s_q * cost.heads,
+        )
+        for cost, tile in zip(costs, tiles, strict=True)
+    ]
+    model = made.spec.model
+    batch, context, layers = batch or 16, context or 65_536, layers or model.num_hidden_layers or 1
+    sizes = cache_sizes(model, batch=batch, context=context, layers=layers)
+    if as_json:
+        derived = ("bytes", "intensity", "padded_intensity", "floor_us", "bound")
+        print_json(
+            {
+                **made.to_json(),
+                "costs": [
+                    {
+                        **dataclasses.asdict(cost),
+                        **{name: getattr(cost, name) for name in derived},
+                        "sustained": _energy_json(energy),
+                    }
+                    for cost, energy in zip(costs, energies, strict=True)
+                ],
+                "cache_sizes": {
+                    "batch": batch,
+                    "context": context,
+                    "layers": layers,
+                    "kinds": [dataclasses.asdict(size) for size in sizes],
+                },
+            }
+        )
+        return
+    from ..tables import plan_tables
+
+    print_parts(plan_tables(made, costs, sizes, f"{batch} x {context:,} tokens, {layers} layers"))
+    print_parts([_energy_table(made, costs, energies)])
+
+
+def _energy_json(energy: DecodeEnergy) -> dict[str, Any]:
+    return {**dataclasses.asdict(energy), "nj_per_token": energy.nj_per_token}
+
+
+def _energy_table(made: Plan, costs: Sequence[DecodeCost], energies: Sequence[DecodeEnergy]) -> Table:
+    from ..tables import table
+
+    rows = [
+        (
+            f"{cost.batch:,}",
+            f"{cost.context:,}",
+            cost.s_q,
+            cost.heads,
+            f"{energy.memory_nj:.0f}",
+            f"{energy.reread_nj:.0f}",
+            f"{energy.matrix_nj:.0f}",
+            f"{energy.static_nj:.0f}",
+            f"{energy.nj_per_token:.0f}",
+            f"{energy.watts:.0f}",
+            f"{energy.us:.1f}",
+            f"{energy.tflops:.0f}",
+            f"{energy.gbps:,.0f}",
+            energy.bound,
+        )
+        for cost, energy in zip(costs, energies, strict=True)
+    ]
+    model = made.target.energy
+    columns = ("batch>", "context>", "s_q>", "heads>", "HBM>", "L2>", "MMA>", "static>", "nJ/token>", "W>", "us>")
+    return table(
+        f"Sustained on an {made.target.name}, predicted: energy of a cached token in nJ, and the rate that it allows",
+        (*columns, "TFLOP/s>", "GB/s>", "bound by"),
+        rows,
+        caption=(
+            f"{model.power_cap_watts:.0f} W cap, {model.static_watts:.0f} W static; constants measured by "
+            "`mlaforge bench --energy`. L2: row tiles behind the first; softmax is left out"
+        ),
+    )
+
+
+@cli.command()
+@click.argument("specs", nargs=-1, metavar="[SPEC]...", shell_complete=complete_spec)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("generated"),
+    show_default=True,
+    help="Where the folders go, one a spec.",
+)
+@click.option("--check", is_flag=True, help="Write nothing; print what differs and fail if anything does.")
+def generate(specs: tuple[str, ...], output: Path, check: bool) -> None:
+    """Write the text of kernels.
+
+    Without a SPEC, that of all shipped ones.
+    """
+    plans = make_plans(specs or shipped())
+    if check:
+        _check_generated(plans, output, complete=not specs)
+        return
+    for made in plans:
+        write_generated(made, output)
+
+
+@cli.command()
+@click.option("--check", is_flag=True, help="Compare with FILE and fail if it differs.")
+@click.option(
+    "-o",
+    "--output",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write it to FILE, or compare it with FILE.  [default of --check: the one beside the shipped specs]",
+)
+def schema(check: bool, file: Path | None) -> None:
+    """Print the JSON Schema of a spec, for editors."""
+    if check:
+        path = file or spec_dir() / "schema.json"
+        found = path.read_bytes() if path.is_file() else None
+        if found != schema_text().encode():
+            state = "differs from the code's" if found is not None else "is missing"
+            raise Failure(f"{path}: the schema {state}; run: mlaforge schema -o {path}")
+        click.echo(f"{path}: up to date")
+    elif file is None:
+        click.echo(schema_text(), nl=False)
+    else:
+        with writing(file):
+            file.write_text(schema_text(), encoding="utf-8")
+
+
+def _check_generated(plans: Sequence[Plan], output: Path, complete: bool) -> None:
+    drifted = []
+    for made in plans:
+        folder = output / made.spec.name
+        if not folder.is_dir():
+            click.echo(f"{folder}: missing")
+            drifted.append(made.spec.name)
+        elif diff := diff_folder(folder, render(made)):
+            click.echo(diff, nl=False)
+            drifted.append(made.spec.name)
+    if complete:
+        known = {made.spec.name for made in plans}
+        left = sorted(path.parent for path in output.glob("*/manifest.json") if path.parent.name not in known)
+        for folder in left:
+            click.echo(f"{folder}: no shipped spec gives it")
+            drifted.append(folder.name)
+    if drifted:
+        raise Failure(f"{', '.join(drifted)}: not what the specs give; run: mlaforge generate -o {output}")
+    click.echo(f"{output}: up to date, {len(plans)} specs")

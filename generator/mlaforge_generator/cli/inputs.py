@@ -1,0 +1,78 @@
+"""Specs and generated folders, as they are named on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import click
+from click.shell_completion import CompletionItem
+
+from ..emit import write_folder
+from ..errors import Problem as SpecProblem
+from ..errors import SpecError
+from ..plan import Plan, make_plan
+from ..render import render
+from ..resources import find_spec, spec_dir
+from ..spec import load_spec
+from .group import UsageFailure
+from .output import writing
+
+
+def complete_spec(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the name of a shipped spec, or else of a file."""
+    names = [CompletionItem(name) for name in shipped() if name.startswith(incomplete)]
+    return names or [CompletionItem(incomplete, type="file")]
+
+
+def shipped() -> list[str]:
+    """Give the names of the shipped specs."""
+    return sorted(path.stem for path in spec_dir().glob("*.yaml"))
+
+
+def make_plans(specs: Iterable[str]) -> list[Plan]:
+    """Plan specs, or fail with all the faults of all of them."""
+    plans: list[Plan] = []
+    problems: list[SpecProblem] = []
+    unknown: list[str] = []
+    for name in specs:
+        path = find_spec(name)
+        if reason := why_unknown(name, path):
+            unknown.append(reason)
+            continue
+        try:
+            plans.append(make_plan(load_spec(path)))
+        except SpecError as error:
+            problems += error.problems
+    names = [made.spec.name for made in plans]
+    unknown += [f"{name}: two specs have this name" for name in sorted({n for n in names if names.count(n) > 1})]
+    if problems or unknown:
+        raise UsageFailure("\n".join([*unknown, *map(str, problems)]))
+    return plans
+
+
+def why_unknown(name: str, path: Path) -> str | None:
+    """Say that a name is neither that of a file nor of a shipped spec, None if it is one."""
+    if path.exists() or path.name != name or path.suffix:
+        return None
+    return f"{name}: neither a file nor a shipped spec; shipped are {', '.join(shipped())}"
+
+
+def write_generated(made: Plan, output: Path) -> Path:
+    """Write a plan's kernels into a folder of its name under `output`, and give the folder."""
+    folder = output / made.spec.name
+    files = render(made)
+    with writing(folder):
+        changed = write_folder(folder, files)
+    click.echo(f"{folder}: {f'{len(changed)} of {len(files)} files written' if changed else 'up to date'}")
+    return folder
+
+
+def make_folders(specs: Sequence[str], scratch: Path) -> list[Path]:
+    """Give the folders of specs; those of YAML are rendered into `scratch`."""
+    folders = {name: Path(name) for name in specs if Path(name).is_dir()}
+    rest = [name for name in specs if name not in folders]
+    for name, made in zip(rest, make_plans(rest), strict=True):
+        folders[name] = scratch / made.spec.name
+        write_folder(folders[name], render(made))
+    return [folders[name] for name in specs]

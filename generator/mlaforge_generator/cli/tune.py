@@ -1,0 +1,339 @@
+"""`tune`: the fastest of what a spec leaves open."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..candidates import Sweep, Value, enumerate_candidates
+from ..emit import write_folder
+from ..errors import SpecError
+from ..resources import find_spec
+from ..spec import parse_spec
+from ..write_back import WriteBackError, tuned_remarks, write_back
+from ..yaml_source import read_bytes
+from . import devices
+from .group import COUNT, DeviceFailure, Failure, ToolchainFailure, UsageFailure, cli
+from .inputs import complete_spec, why_unknown
+from .output import WIDE, print_json, replace_text, status, steps, writing
+
+if TYPE_CHECKING:
+    from mlaforge.bench.cases import Case
+    from mlaforge.bench.tune import Candidate as TuneCandidate
+    from mlaforge.bench.tune import Options as TuneOptions
+
+
+@cli.command()
+@click.argument("spec", shell_complete=complete_spec)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Where the tuned spec goes.  [default: NAME.yaml in the folder of --data]",
+)
+@click.option("--write", is_flag=True, help="Write the tuned spec over SPEC, which must be a file of yours.")
+@click.option("--sweep", metavar="FIELD,...", help="Fields of kernels.decode to sweep.  [default: those that are auto]")
+@click.option(
+    "--suite",
+    "suites",
+    multiple=True,
+    metavar="NAME",
+    help="burst or small; may be repeated.  [default: both; with --shapes neither]",
+)
+@click.option("--shapes", multiple=True, metavar="BxS,...", help="Batch x cached tokens, as in 128x4096.")
+@click.option("--heads", multiple=True, metavar="N,...", help="Query heads.  [default: those of a rank of the spec]")
+@click.option("--s-q", multiple=True, metavar="N,...", help="Query tokens.  [default: 1]")
+@click.option("--repeats", type=COUNT, default=30, show_default=True, help="Timed calls of each candidate and shape.")
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=1.0),
+    metavar="SECONDS",
+    help="Of the whole run: lowers repeats to keep it, and drops neither shape nor candidate.",
+)
+@click.option(
+    "--examples",
+    type=COUNT,
+    default=24,
+    show_default=True,
+    help="Small random problems that a candidate must solve before it is timed.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Which random problems.")
+@click.option("--device", default="cuda", show_default=True, help="A CUDA device, such as cuda:1.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, the progress to stderr.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Where tune.json, tune.txt and tune.svg go.  [default: tune-NAME]",
+)
+def tune(
+    spec: str,
+    output: Path | None,
+    write: bool,
+    sweep: str | None,
+    suites: tuple[str, ...],
+    shapes: tuple[str, ...],
+    heads: tuple[str, ...],
+    s_q: tuple[str, ...],
+    repeats: int,
+    budget: float | None,
+    examples: int,
+    seed: int,
+    device: str,
+    as_json: bool,
+    data: Path | None,
+) -> None:
+    """Find the fastest of what a spec leaves to the planner, on this GPU.
+
+    Builds every setting of the open fields of kernels.decode, compares each one's results with float64, on small
+    problems and on the shapes, and times all of them in turn, each call a replayed graph on a cold L2. The one whose
+    medians have the least geometric mean is written into a copy of the spec, with its measurements as a comment, unless
+    the planner's own choice is within 1% of it.
+
+    A candidate whose results are wrong is named and excluded, and the exit code is 1. What can't be planned or compiled
+    is listed with the reason. Ctrl-C keeps what was measured, but writes no spec.
+    """
+    started = time.perf_counter()
+    if write and output is not None:
+        raise click.UsageError("--write and --output exclude each other")
+    if device == "sim":
+        raise click.UsageError("--device sim: the simulator counts no time, and only a Hopper GPU can be tuned for")
+    path = find_spec(spec)
+    if reason := why_unknown(spec, path):
+        raise UsageFailure(reason)
+    if path.is_dir():
+        raise UsageFailure(f"{spec}: is a folder; only a spec can be tuned")
+    if write and path != Path(spec):
+        raise click.UsageError(f"--write would change the shipped {path.name}; give the path of a file, or -o FILE")
+    try:
+        text = read_bytes(path)
+        parsed = parse_spec(text, str(path))
+    except SpecError as error:
+        raise UsageFailure(str(error)) from None
+    folder = data or Path(f"tune-{parsed.name}")
+    target = path.resolve() if write else output or folder / f"{parsed.name}.yaml"
+    if not write and target.resolve() == path.resolve():
+        raise click.UsageError(f"{target} is the spec itself; say --write to change it")
+    cases = _tune_cases(suites, shapes, heads or (str(parsed.heads_per_rank),), s_q or ("1",))
+    try:
+        swept = enumerate_candidates(parsed, [name for name in (sweep or "").split(",") if name])
+    except ValueError as error:
+        raise UsageFailure(f"{spec}: {error}") from None
+    if not swept.buildable:
+        reasons = dict.fromkeys(str(each.reason) for each in swept.candidates)
+        raise UsageFailure("\n".join(f"{spec}: nothing can be built: {reason}" for reason in reasons))
+    source = _Source(spec, path, parsed.name, text)
+    # Better now than when all is measured.
+    _edited(source, swept.candidates[-1].settings)
+    devices.require_torch()
+    if reason := devices.why_no_hopper(device):
+        raise DeviceFailure(f"{reason}; tuning needs a Hopper GPU to time on, and the simulator counts no time")
+    from mlaforge.bench.tune import Options
+
+    options = Options(tuple(cases), repeats, budget, examples=examples, seed=seed)
+    _tune(source, swept, options, device, started, _TuneOutput(folder, target, as_json, over=write))
+
+
+def _tune_cases(suites: Sequence[str], shapes: Sequence[str], heads: Sequence[str], s_q: Sequence[str]) -> list[Case]:
+    from mlaforge.bench.cases import choose_suites, parse_counts, parse_shapes
+
+    try:
+        wanted = [name for text in suites for name in text.split(",")] or (["burst"] if shapes else ["burst", "small"])
+        chosen = choose_suites(wanted, parse_shapes(shapes), parse_counts(heads), parse_counts(s_q))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if sustained := [suite.name for suite in chosen if suite.mode != "burst"]:
+        raise click.UsageError(
+            f"{', '.join(sustained)}: candidates are timed call by call, in turn; use burst or small"
+        )
+    return list(dict.fromkeys(case for suite in chosen for case in suite.cases))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """What is tuned."""
+
+    given: str
+    """As on the command line."""
+    path: Path
+    name: str
+    data: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _TuneOutput:
+    """Where results go."""
+
+    folder: Path
+    spec: Path
+    as_json: bool
+    over: bool
+    """Whether `spec` is the one that is tuned."""
+
+    def tell(self, line: str) -> None:
+        """Print progress."""
+        click.echo(line, err=self.as_json)
+
+
+def _tune(
+    source: _Source, swept: Sweep, options: TuneOptions, device_name: str, started: float, output: _TuneOutput
+) -> None:
+    import torch
+
+    from mlaforge.bench.power import Nvml, NvmlError
+    from mlaforge.bench.session import BenchError
+    from mlaforge.bench.timing import Gpu
+    from mlaforge.bench.tune import Tuning
+
+    index = torch.device(device_name).index
+    if index is not None:
+        torch.cuda.set_device(index)
+    device = torch.device("cuda", torch.cuda.current_device())
+    with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
+        candidates = _build(swept, Path(scratch), output.tell)
+    if all(each.mla is None for each in candidates):
+        reasons = dict.fromkeys(f"{each.label}: {each.reason}" for each in candidates)
+        raise ToolchainFailure("\n".join(reasons))
+    gpu = Gpu(device)
+    about: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "sms": gpu.sms}
+    # Of use, but not needed: power is not measured here.
+    with contextlib.suppress(NvmlError):
+        about |= Nvml(device).describe()
+    with writing(output.folder):
+        output.folder.mkdir(parents=True, exist_ok=True)
+    with steps() as (advance, total):
+        tuning = Tuning(
+            source.name,
+            candidates,
+            gpu,
+            options,
+            about=about,
+            started=started,
+            report=output.tell,
+            advance=advance,
+            save=lambda result: replace_text(output.folder / "tune.json", json.dumps(result, indent=1) + "\n"),
+        )
+        total(tuning.steps)
+        # Both leave the reason in the result.
+        with contextlib.suppress(BenchError, KeyboardInterrupt):
+            tuning.run()
+    _show_tune(source, tuning.result, output)
+
+
+def _build(swept: Sweep, scratch: Path, tell: Callable[[str], None]) -> list[TuneCandidate]:
+    """Compile all candidates at once and load them; one that does not compile has the reason instead of kernels."""
+    import mlaforge
+    from mlaforge.bench.tune import Candidate
+    from mlaforge.compiler import CompileError, KernelWarning, compile_kernel, compile_many
+    from mlaforge.manifest import read_manifest
+    from mlaforge.toolchain import ToolchainError
+
+    folders: dict[str, Path] = {}
+    for number, each in enumerate(swept.candidates):
+        if each.files is not None:
+            folders[each.label] = scratch / str(number)
+            write_folder(folders[each.label], each.files)
+    tell(f"{len(folders)} of {len(swept.candidates)} candidates can be planned")
+    made = []
+    with status(f"compiling {len(folders)} candidates"), warnings.catch_warnings():
+        # The table says it.
+        warnings.simplefilter("ignore", KernelWarning)
+        try:
+            # Raised is the first that fails; the others are in the cache then, and what fails shows again below.
+            with contextlib.suppress(CompileError):
+                compile_many([source for folder in folders.values() for source in read_manifest(folder).sources])
+            for each in swept.candidates:
+                mla, reason, reports = None, each.reason, {}
+                if (folder := folders.get(each.label)) is not None:
+                    try:
+                        mla = mlaforge.load(folder)
+                        for source in mla.manifest.sources:
+                            for entry, report in compile_kernel(source).kernels.items():
+                                reports[entry] = {
+                                    "registers": report.registers,
+                                    "spills": report.spill_stores + report.spill_loads,
+                                    "serialized": report.serialized,
+                                }
+                    except CompileError as error:
+                        mla, reason = None, f"does not compile: {_first_error(error.log)}"
+                made.append(Candidate(each.label, each.settings, mla, reason, each.planner, reports, each.same))
+        except ToolchainError as error:
+            raise ToolchainFailure(str(error)) from None
+    return made
+
+
+def _first_error(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "no log")
+
+
+def _show_tune(source: _Source, result: dict[str, Any], output: _TuneOutput) -> None:
+    """Print and write the result, and fail if a candidate was wrong or the run was stopped."""
+    import io
+
+    from rich.console import Console
+
+    from mlaforge.bench.tune_plot import to_svg
+    from mlaforge.verify import Problem
+
+    from ..tune_tables import tune_tables
+
+    folder = output.folder
+    buffer = io.StringIO()
+    console = Console(file=buffer, highlight=False, width=WIDE)
+    for part in tune_tables(result):
+        console.print(part)
+    output.tell(buffer.getvalue())
+    files = {"tune.txt": buffer.getvalue()}
+    if (picture := to_svg(result)) is not None:
+        files["tune.svg"] = picture
+    failures = []
+    for each in result["candidates"]:
+        if each["state"] == "wrong":
+            # A spec of just these settings, for the line that replays it.
+            name = f"wrong_{re.sub(r'[^a-z0-9]+', '_', each['label'])}.yaml"
+            files[name] = _edited(source, each["settings"])
+            output.tell(f"reproduce: {Problem.parse(each['problem']).to_repro(str(folder / name))}")
+            failures.append(f"{each['label']}: wrong results")
+    for name, text in files.items():
+        replace_text(folder / name, text)
+    output.tell(f"{folder}: {', '.join(sorted([*files, 'tune.json']))}")
+    stopped, winner = result["stopped"], result["winner"]
+    if stopped is not None:
+        failures.append(f"stopped: {stopped}; what was measured before is in {folder}, and no spec was written")
+    elif winner is None:
+        failures.append("no candidate is right; no spec was written")
+    else:
+        output.tell(f"winner: {winner}: {result['why']}")
+        settings = next(each["settings"] for each in result["candidates"] if each["label"] == winner)
+        tuned = _edited(source, settings, tuned_remarks(result))
+        target = output.spec
+        if output.over and source.path.read_bytes() != source.data:
+            target = folder / f"{source.name}.yaml"
+            failures.append(f"{source.given}: changed while it was tuned; the tuned spec is {target}")
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(target, tuned)
+        output.tell(f"{target}: written")
+    if output.as_json:
+        print_json(result)
+    if failures:
+        raise Failure("\n".join(failures))
+
+
+def _edited(source: _Source, settings: Mapping[str, Value], remarks: Sequence[str] = ()) -> str:
+    try:
+        return write_back(source.data.decode("utf-8"), settings, remarks)
+    except WriteBackError as error:
+        raise UsageFailure(f"{source.given}: {error}") from None
