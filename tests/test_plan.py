@@ -236,9 +236,9 @@ kernels:
 @pytest.mark.parametrize(
     ("values", "line", "field", "words"),
     [
-        ({"stages": 4}, 10, "kernels.decode.stages", ("320,432 B", "232,448 B", "lower stages to 3")),
+        ({"stages": 4}, 10, "kernels.decode.stages", ("320,440 B", "232,448 B", "lower stages to 3")),
         ({"stages": 8}, 10, "kernels.decode.stages", ("lower stages to 3",)),
-        ({"stages": "3\n    schedule: plain"}, 10, "kernels.decode.stages", ("303,504 B", "lower stages to 2")),
+        ({"stages": "3\n    schedule: plain"}, 10, "kernels.decode.stages", ("303,512 B", "lower stages to 2")),
         ({"stages": "1\n    schedule: skewed"}, 10, "kernels.decode.stages", ("needs 2 stages; got 1",)),
         ({"stages": "3\n    schedule: swapped"}, 10, "kernels.decode.stages", ("lower stages to 2",)),
         ({"stages": "2\n    tile_rows: 32\n    schedule: plain"}, 11, "kernels.decode.tile_rows", ("64 rows; got 32",)),
