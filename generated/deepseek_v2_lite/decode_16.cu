@@ -431,8 +431,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const smem_t base = dynamic_smem();
   const int warp = warp_uniform(warp_id());
   const int part = static_cast<int>(blockIdx.y);
-  const int row_tile = static_cast<int>(blockIdx.x) % row_tiles;
-  const int kv_head = static_cast<int>(blockIdx.x) / row_tiles;
+  const RowTile<Config> tile = row_tile<Config>(s_q, heads_per_kv, heads_reciprocal, row_tiles, causal);
 
   if (threadIdx.x == 0) {
     tma_prefetch(q_map);
@@ -452,15 +451,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   if (threadIdx.x == 0) schedule.store(base + kOffsetSchedule);
   __syncthreads();
 
-  const int kv_heads = static_cast<int>(gridDim.x) / row_tiles;
-  const RowTile<Config> tile{row_tile * kRows, s_q * heads_per_kv, s_q, heads_per_kv, heads_reciprocal, kv_head,
-                             kv_heads * heads_per_kv, causal};
   const WorkWalker<Policy> walk(schedule, base + kOffsetSchedule, lengths);
   const Output output{static_cast<unsigned char*>(out), out_stride_b, out_stride_s, out_stride_h, lse, partial_out, partial_lse};
   if (warp >= kTileLoader) {
     give_back_registers<kLoaderRegisters>();
     if (warp == kTileLoader) {
-      load_tiles(base, KvSource{kv_map, block_table, table_stride, kv_head, kv_policy(row_tiles)}, tile, walk);
+      load_tiles(base, KvSource{kv_map, block_table, table_stride, tile.kv_head, kv_policy(row_tiles)}, tile, walk);
       __syncwarp();
       named_barrier_arrive(kSplitsBarrier, kMergeThreads + 32);
     } else if (warp == kQueryLoader) {

@@ -482,8 +482,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const smem_t base = dynamic_smem();
   const int warp = warp_uniform(warp_id());
   const int part = static_cast<int>(blockIdx.y);
-  const int row_tile = static_cast<int>(blockIdx.x) % row_tiles;
-  const int kv_head = static_cast<int>(blockIdx.x) / row_tiles;
+  const RowTile<Config> tile = row_tile<Config>(s_q, heads_per_kv, heads_reciprocal, row_tiles, causal);
 
   if (threadIdx.x == 0) {
     tma_prefetch(q_map);
@@ -505,9 +504,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   // The scratch lies in P, which is not in use yet.
   const Schedule<Policy> schedule =
       make_schedule<Policy, kThreads>(lengths, batch, part, static_cast<int>(gridDim.y), base + kOffsetScratch);
-  const int kv_heads = static_cast<int>(gridDim.x) / row_tiles;
-  const RowTile<Config> tile{row_tile * kRows, s_q * heads_per_kv, s_q, heads_per_kv, heads_reciprocal, kv_head,
-                             kv_heads * heads_per_kv, causal};
   if (threadIdx.x == 0) {
     schedule.store(base + kOffsetSchedule);
     store_shared_s32(base + kOffsetHidden, tile.hidden(kRows - 1));
@@ -520,7 +516,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const int ropes = 3 - exchanges;
   if (warp >= kTileLoader) {
     give_back_registers<kLoaderRegisters>();
-    const KvSource kv{kv_map, block_table, table_stride, kv_head, kv_policy(row_tiles)};
+    const KvSource kv{kv_map, block_table, table_stride, tile.kv_head, kv_policy(row_tiles)};
     if (warp == kTileLoader) {
       load_tiles(base, q_map, kv, tile);
     } else if (warp == kRopeLoader) {

@@ -46,6 +46,15 @@ struct RowTile {
   MLAFORGE_DEVICE static int border(int len, int hidden) { return len > hidden ? len - hidden : 0; }
 };
 
+// This block's tile: blockIdx.x counts the `row_tiles` of each kv head.
+template <class C>
+MLAFORGE_DEVICE RowTile<C> row_tile(int s_q, int heads_per_kv, int reciprocal, int row_tiles, int causal) {
+  const int kv_head = static_cast<int>(blockIdx.x) / row_tiles;
+  const int first_row = static_cast<int>(blockIdx.x) % row_tiles * C::kRows;
+  const int heads = static_cast<int>(gridDim.x) / row_tiles * heads_per_kv;
+  return {first_row, s_q * heads_per_kv, s_q, heads_per_kv, reciprocal, kv_head, heads, causal};
+}
+
 // End of the blocks that the tile needs of an item.
 template <class C>
 MLAFORGE_DEVICE int needed_end(const WorkItem& item, int kv_end) {
