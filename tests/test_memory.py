@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from mlaforge.api import MLA
 from mlaforge.arguments import number_strides, piece_strides, require_devices, require_distinct_rows
+from mlaforge.calls import divisor
 from mlaforge.manifest import read_manifest
-from mlaforge.memory import MemoryKernels, divisor, loaded
+from mlaforge.memory import MemoryKernels, loaded
 from mlaforge.memory_reference import append_reference, gather_reference, merge_reference
 from mlaforge.memory_verify import KINDS, AppendProblem, GatherProblem, MergeProblem
 from mlaforge.reference import decode_reference

@@ -473,7 +473,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                int batch,
                int s_q,
                int heads_per_kv,
-               int heads_reciprocal,
+               unsigned heads_per_kv_multiplier,
+               int heads_per_kv_shift,
                int row_tiles,
                int table_width,
                int causal,
@@ -482,7 +483,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const smem_t base = dynamic_smem();
   const int warp = warp_uniform(warp_id());
   const int part = static_cast<int>(blockIdx.y);
-  const RowTile<Config> tile = row_tile<Config>(s_q, heads_per_kv, heads_reciprocal, row_tiles, causal);
+  const RowTile<Config> tile = row_tile<Config>(s_q, heads_per_kv, heads_per_kv_multiplier, heads_per_kv_shift,
+                                                row_tiles, causal);
 
   if (threadIdx.x == 0) {
     tma_prefetch(q_map);

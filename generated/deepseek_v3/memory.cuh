@@ -14,10 +14,4 @@ MLAFORGE_DEVICE void* piece_at(void* base, int64_t pieces) { return static_cast<
 // A step of `stride` taken `index` times, which may lead further than an int.
 MLAFORGE_DEVICE int64_t steps(int index, int stride) { return static_cast<int64_t>(index) * stride; }
 
-// n / d for 0 <= n < 2^31 and a d that the host knows, which gives 2^31+shift / d rounded up, and the least shift with
-// 2^shift >= d.
-MLAFORGE_DEVICE int divided(int n, uint32_t multiplier, int shift) {
-  return static_cast<int>(static_cast<uint32_t>(static_cast<uint64_t>(n) * multiplier >> 31) >> shift);
-}
-
 }  // namespace mlaforge

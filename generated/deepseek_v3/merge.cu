@@ -11,6 +11,7 @@
 // A warp has whole rows (a query token and head) of at most 128 pieces of 16 bytes together, and reads them all before it
 // writes: `out` and `lse` may be one of the partial results themselves.
 
+#include "division.cuh"
 #include "memory.cuh"
 #include "primitives.cuh"
 

@@ -34,6 +34,11 @@ class Parameter:
     ctype: str
 
 
+def divisor(name: str) -> tuple[Parameter, ...]:
+    """Give a number and what division by it becomes; see `divided` in division.cuh."""
+    return (Parameter(name, "int"), Parameter(f"{name}_multiplier", "unsigned"), Parameter(f"{name}_shift", "int"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelPlan:
     """One kernel: its template prints the fields, the runtime launches by what `manifest` gives of them."""

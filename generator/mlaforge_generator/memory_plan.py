@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .kernel_plan import ELEMENT_BYTES, ELEMENTS, KernelPlan, Parameter
+from .kernel_plan import ELEMENT_BYTES, ELEMENTS, KernelPlan, Parameter, divisor
 from .spec import Spec
 from .target import Target
 
@@ -73,11 +73,6 @@ class MergePlan(MemoryPlan):
 def _strides(tensor: str, dims: str) -> tuple[Parameter, ...]:
     """Give the strides of a tensor: of elements in pieces, of float32 in numbers. Products of two ints are cheap."""
     return tuple(Parameter(f"{tensor}_stride_{dim}", "int") for dim in dims)
-
-
-def _divisor(name: str) -> tuple[Parameter, ...]:
-    """Give a number and what division by it becomes; see `divided` in memory.cuh."""
-    return (Parameter(name, "int"), Parameter(f"{name}_multiplier", "unsigned"), Parameter(f"{name}_shift", "int"))
 
 
 def _strided_cache(ctype: str) -> tuple[Parameter, ...]:
@@ -191,9 +186,9 @@ def plan_merge(spec: Spec, target: Target) -> MergePlan:
             *_strides("lse", "bhs"),
             Parameter("rows", "int"),
             Parameter("rows_per_warp", "int"),
-            *_divisor("s_q"),
-            *_divisor("heads"),
-            *_divisor("pieces"),
+            *divisor("s_q"),
+            *divisor("heads"),
+            *divisor("pieces"),
         ),
         constants={"pieces_per_warp": 32 * loads},
         element=ELEMENTS[spec.cache.dtype],

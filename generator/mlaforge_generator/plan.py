@@ -22,7 +22,7 @@ from .block import (
     WarpRole,
 )
 from .errors import Problem, SpecError
-from .kernel_plan import ELEMENT_BYTES, ELEMENTS, Choice, KernelPlan, Parameter
+from .kernel_plan import ELEMENT_BYTES, ELEMENTS, Choice, KernelPlan, Parameter, divisor
 from .kernels import plan_kernels
 from .spec import Spec
 from .target import TARGETS, Target
@@ -259,8 +259,7 @@ _DECODE_PARAMETERS = (
     Parameter("arrivals", "int*"),
     Parameter("batch", "int"),
     Parameter("s_q", "int"),
-    Parameter("heads_per_kv", "int"),
-    Parameter("heads_reciprocal", "int"),
+    *divisor("heads_per_kv"),
     Parameter("row_tiles", "int"),
     Parameter("table_width", "int"),
     Parameter("causal", "int"),

@@ -75,6 +75,12 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
+def divisor(d: int) -> tuple[int, int, int]:
+    """Give a number and what division by it becomes on the device: see `divided` in division.cuh."""
+    shift = (d - 1).bit_length()
+    return d, -(-(1 << 31 + shift) // d), shift
+
+
 def tensor_map_shape(
     dtype: str, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], sector_bytes: int = 128
 ) -> TensorMapShape:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from mlaforge.arguments import DTYPES, require_aligned, require_dtype, require_positive, shape_of
-from mlaforge.calls import LOG2_E, CallCache, LazyKernels, Loaded, current, tensor_map_shape
+from mlaforge.calls import LOG2_E, CallCache, LazyKernels, Loaded, current, divisor, tensor_map_shape
 from mlaforge.compiler import source_closure
 from mlaforge.launch import Cuda, DefinedTensor, LaunchTensor, TensorMapShape
 from mlaforge.manifest import DecodeKernel, Manifest
@@ -58,12 +58,14 @@ class _Call:
     """Parts that share the requests: grid.y."""
     copy_q: bool
     """q's rows do not follow each other by one stride."""
-    heads_reciprocal: int
-    """2^32 / heads of a kv head, rounded up; 0 of one."""
+    heads_per_kv: tuple[int, int, int]
+    """As a divisor."""
     q_map: TensorMapShape
     kv_map: TensorMapShape
 
 
+_MAX_ROWS = (1 << 31) - 65
+"""Of a request: numbers of a tile's rows must be ints, also of those behind the last."""
 _ADDRESSED = ("q", "kv_cache", "out")
 """The tensors that TMA or 16-byte stores address."""
 
@@ -137,10 +139,10 @@ class DecodeRunner:
                 _check_layout(name, getattr(tensors, name))
         blocks = -(-block_table.shape[1] * m.cache.page_size // m.decode.tile_tokens)
         line = shape.b * (max(blocks, 1) + m.decode.fixed_overhead_blocks)
-        if not (shape.s_q * shape.heads_per_kv**2 < 1 << 32):
+        if not (shape.s_q * shape.heads_per_kv <= _MAX_ROWS):
             raise ValueError(
-                f"q has shape {shape_of(q)}: {shape.s_q} x {shape.heads_per_kv} x {shape.heads_per_kv}, query tokens "
-                "and twice the heads of a kv head, pass 2^32"
+                f"q has shape {shape_of(q)}: {shape.s_q} x {shape.heads_per_kv} rows, query tokens x heads of a kv "
+                f"head; there must be no more than {_MAX_ROWS:,}"
             )
         if not (line < 1 << 31):
             raise ValueError(
@@ -219,8 +221,7 @@ class DecodeRunner:
             tiles=tiles,
             parts=max(min(blocks // tiles, decode.max_parts), 1),
             copy_q=not one_stride,
-            # For a division by multiplication, see RowTile in decode.cuh.
-            heads_reciprocal=-(-(1 << 32) // shape.heads_per_kv) % (1 << 32),
+            heads_per_kv=divisor(shape.heads_per_kv),
             q_map=tensor_map_shape(m.cache.dtype, (m.d_qk, rows, shape.h_kv, shape.b), q_strides, decode.boxes["q"]),
             kv_map=tensor_map_shape(
                 m.cache.dtype,
@@ -264,8 +265,7 @@ class DecodeRunner:
                 arrivals.data_ptr(),
                 shape.b,
                 shape.s_q,
-                shape.heads_per_kv,
-                call.heads_reciprocal,
+                *call.heads_per_kv,
                 call.row_tiles,
                 block_table.shape[1],
                 # A mask that hides nothing is not worth its instructions.

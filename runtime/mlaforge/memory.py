@@ -22,7 +22,7 @@ from mlaforge.arguments import (
     require_shape,
     shape_of,
 )
-from mlaforge.calls import CallCache, LazyKernels, Loaded, current
+from mlaforge.calls import CallCache, LazyKernels, Loaded, current, divisor
 from mlaforge.launch import Cuda, DefinedTensor, LaunchTensor
 from mlaforge.manifest import Manifest
 from mlaforge.simulator import Simulator
@@ -78,12 +78,6 @@ class _Call:
     """Of the grid; 0 if there is nothing to do."""
     values: tuple[int, ...]
     """Sizes and strides, in the order in which the launch puts the addresses between them."""
-
-
-def divisor(d: int) -> tuple[int, int, int]:
-    """Give a number and what division by it becomes on the device: see `divided` in memory.cuh."""
-    shift = (d - 1).bit_length()
-    return d, -(-(1 << 31 + shift) // d), shift
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -3,6 +3,7 @@
 // `C` is the kernel's own table of constants: Element, kHeadDimV, kPageSize, kRows, kTokens, kBoxTokens, kSubtiles.
 #pragma once
 
+#include "division.cuh"
 #include "primitives.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
@@ -17,7 +18,8 @@ struct RowTile {
   int rows;          // rows of the request
   int s_q;
   int heads_per_kv;
-  int reciprocal;    // 2^32 / heads_per_kv, rounded up, as an unsigned number; 0 of one head
+  uint32_t multiplier;  // division by heads_per_kv
+  int shift;
   int kv_head;
   int heads;         // of all kv heads
   int causal;
@@ -28,11 +30,7 @@ struct RowTile {
   MLAFORGE_DEVICE int head(int r) const {
     return kv_head * heads_per_kv + first_row + r - query_of(first_row + r) * heads_per_kv;
   }
-  // A division, in three instructions instead of twenty: the host sees to it that row x heads_per_kv stays below 2^32.
-  MLAFORGE_DEVICE int query_of(int row) const {
-    const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(row)) * static_cast<uint32_t>(reciprocal);
-    return reciprocal != 0 ? static_cast<int>(product >> 32) : row;
-  }
+  MLAFORGE_DEVICE int query_of(int row) const { return divided(row, multiplier, shift); }
   // Where row r lies among the partial results, in rows.
   MLAFORGE_DEVICE int64_t partial_row(int slot, int r) const {
     return (static_cast<int64_t>(slot) * gridDim.x + blockIdx.x) * C::kRows + r;
@@ -48,11 +46,11 @@ struct RowTile {
 
 // This block's tile: blockIdx.x counts the `row_tiles` of each kv head.
 template <class C>
-MLAFORGE_DEVICE RowTile<C> row_tile(int s_q, int heads_per_kv, int reciprocal, int row_tiles, int causal) {
+MLAFORGE_DEVICE RowTile<C> row_tile(int s_q, int heads_per_kv, uint32_t multiplier, int shift, int row_tiles, int causal) {
   const int kv_head = static_cast<int>(blockIdx.x) / row_tiles;
   const int first_row = static_cast<int>(blockIdx.x) % row_tiles * C::kRows;
   const int heads = static_cast<int>(gridDim.x) / row_tiles * heads_per_kv;
-  return {first_row, s_q * heads_per_kv, s_q, heads_per_kv, reciprocal, kv_head, heads, causal};
+  return {first_row, s_q * heads_per_kv, s_q, heads_per_kv, multiplier, shift, kv_head, heads, causal};
 }
 
 // End of the blocks that the tile needs of an item.
