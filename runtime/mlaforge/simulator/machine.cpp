@@ -9,6 +9,10 @@ Machine* machine = nullptr;
 
 // ---- Vector clocks -----------------------------------------------------------------------------------------------
 
+// A machine spends much of its time here.
+#ifdef __x86_64__
+__attribute__((target_clones("avx2", "default")))
+#endif
 void join(Clock& into, const Clock& other) {
   if (into.size() < other.size()) into.resize(other.size(), 0);
   std::uint32_t* __restrict to = into.data();
@@ -91,7 +95,7 @@ void Machine::fail(const Where& where, const char* format, ...) {
   abandon();
 }
 
-void Machine::block_until(std::function<bool()> ready, std::string what, const Where& where) {
+void Machine::block_until(std::function<bool()> ready, std::function<std::string()> what, const Where& where) {
   if (ready()) {
     maybe_yield();
     if (ready()) return;
@@ -107,10 +111,8 @@ void Machine::block_until(std::function<bool()> ready, std::string what, const W
 void Machine::gather(const char* what, const Where& where, void* mine, const std::function<void(void* const*)>& last) {
   Gathering& g = home().gatherings[warp()];
   const int lanes = std::min(kWarp, threads_ - warp() * kWarp);
-  for (int i = 0; i < lanes; ++i) {
-    if (lane_of_warp(i).finished) {
-      fail(where, "%s: lane %d of the warp has exited", what, i);
-    }
+  for (int i = 0; g.exited && i < lanes; ++i) {
+    if (lane_of_warp(i).finished) fail(where, "%s: lane %d of the warp has exited", what, i);
   }
   if (g.arrived == 0) {
     g.what = what;
@@ -126,15 +128,19 @@ void Machine::gather(const char* what, const Where& where, void* mine, const std
     return;
   }
   const std::uint64_t generation = g.generation;
-  block_until([&g, generation] { return g.generation != generation; }, std::string("the other lanes, in ") + what, where);
+  block_until([&g, generation] { return g.generation != generation; }, [what] { return std::string("the other lanes, in ") + what; }, where);
 }
 
 void Machine::sync_warp(const Where& where) {
   tick();
-  View all = fresh_view();
-  gather("syncwarp", where, &view(), [&all](void* const* slots) {
+  gather("syncwarp", where, &view(), [this](void* const* slots) {
+    View all = fresh_view();
     for (int i = 0; i < kWarp; ++i) all.join_with(*static_cast<View*>(slots[i]));
-    for (int i = 0; i < kWarp; ++i) static_cast<View*>(slots[i])->join_with(all);
+    for (int i = 0; i < kWarp; ++i) {
+      View& lane = *static_cast<View*>(slots[i]);
+      all.version = lane.version + 1;
+      lane = all;
+    }
   });
 }
 
@@ -269,8 +275,10 @@ void Machine::poll(const std::int32_t* word, std::int32_t value, const Where& wh
   }
   self.polls = 0;
   block_until([word, value] { return *word != value; },
-              "a change of a word in global memory that holds " + std::to_string(value) +
-                  (settings_.cooperative ? "" : " (blocks outside of a cluster run one after another)"),
+              [value, alone = !settings_.cooperative] {
+                return "a change of a word in global memory that holds " + std::to_string(value) +
+                       (alone ? " (blocks outside of a cluster run one after another)" : "");
+              },
               where);
 }
 
@@ -309,7 +317,7 @@ bool Machine::sync_named(int id, int count, const Where& where, bool any) {
   NamedBarrier& bar = home().named[id];
   if (lane() == 0) event("barrier", where, {{"id", id}, {"threads", count}});
   block_until([&bar, generation] { return bar.generation != generation; },
-              "named barrier " + std::to_string(id) + " for " + std::to_string(count) + " threads", where);
+              [id, count] { return "named barrier " + std::to_string(id) + " for " + std::to_string(count) + " threads"; }, where);
   if (lane() == 0) event("barrier passed", where, {{"id", id}});
   view().join_with(bar.released);
   return bar.any_released;
@@ -337,7 +345,7 @@ void Machine::wait_cluster(const Where& where) {
   event("cluster wait", where);
   NamedBarrier& bar = cluster_barrier(current_->block);
   block_until([&bar, generation = current_->cluster_generation] { return bar.generation != generation; },
-              "the other threads of the cluster", where);
+              [] { return std::string("the other threads of the cluster"); }, where);
   current_->cluster_arrived = false;
   view().join_with(bar.released);
 }
@@ -398,7 +406,10 @@ void Machine::wait_mbarrier(std::uint32_t address, int parity, const Where& wher
   Mbarrier& bar = mbarrier(address, where);
   if (lane() == 0) event("wait", where, {{"mbarrier", bar.address}, {"parity", parity}});
   block_until([&bar, parity] { return static_cast<int>(bar.phase & 1) != (parity & 1); },
-              "the mbarrier at " + std::to_string(address - kSharedBase) + ", parity " + std::to_string(parity), where);
+              [at = address - kSharedBase, parity] {
+                return "the mbarrier at " + std::to_string(at) + ", parity " + std::to_string(parity);
+              },
+              where);
   if (lane() == 0) event("waited", where, {{"mbarrier", bar.address}});
   view().join_with(bar.completed);
 }
@@ -674,6 +685,7 @@ void Machine::finish() {
   }
   if (self.cluster_arrived) fail(Where::current(), "a thread ends between arrival and wait at the cluster barrier");
   self.finished = true;
+  home().gatherings[warp()].exited = true;
   --alive_;
   --alive_in_cluster_[self.block / cluster_size_];
   settle_cluster();
@@ -865,7 +877,7 @@ void Machine::deadlock() {
     if (fiber->finished) continue;
     if (!first) first = fiber.get();
     const std::string warp = std::to_string(fiber->thread / kWarp) + of_block(fiber->block);
-    auto& warps = waiting[place(fiber->waiting_at) + " waits for " + fiber->waiting_for];
+    auto& warps = waiting[place(fiber->waiting_at) + " waits for " + fiber->waiting_for()];
     if (warps.empty() || warps.back() != warp) warps.push_back(warp);
   }
   std::string text = "deadlock:";

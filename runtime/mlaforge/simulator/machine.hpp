@@ -171,10 +171,11 @@ struct StoreQueue {
 };
 
 struct Fiber {
+  std::function<bool()> ready;  // empty: runnable; first, with the next: asked at every step
+  bool finished = false;
+  bool started = false;
   ucontext_t context;
   jmp_buf jump;
-  bool started = false;
-  bool finished = false;
   bool overlap_waited = false;
   bool cluster_arrived = false;
   std::uint64_t cluster_generation = 0;
@@ -188,13 +189,13 @@ struct Fiber {
   const void* polled = nullptr;  // the word that it reads again and again, what it finds there, and how often
   std::int32_t polled_value = 0;
   int polls = 0;
-  std::function<bool()> ready;  // empty: runnable
-  std::string waiting_for;
+  std::function<std::string()> waiting_for;
   Where waiting_at = Where::current();
 };
 
 // A collective of the 32 lanes of a warp that is being gathered.
 struct Gathering {
+  bool exited = false;  // some lane has
   int arrived = 0;
   std::uint64_t generation = 0;
   const char* what = nullptr;
@@ -346,7 +347,8 @@ class Machine {
   [[noreturn]] void fail(const Where& where, const char* format, ...) __attribute__((format(printf, 3, 4)));
 
   // -- waiting
-  void block_until(std::function<bool()> ready, std::string what, const Where& where);
+  // `what` names what is waited for, should it never come.
+  void block_until(std::function<bool()> ready, std::function<std::string()> what, const Where& where);
 
   // A point at which another thread may go first.
   void maybe_yield() {
