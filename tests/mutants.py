@@ -1,12 +1,13 @@
 """Kernels broken one way at a time: many mutants from one compile.
 
-A mutation is a change of a kernel's generated text. All mutations of a folder stand in one text, each behind a switch, so
-that the host's compiler, which takes longer than most runs, works once and not once for each. The switch is a constant of
-the library, initialised from the environment when the library is loaded; every mutant loads a copy of its own.
+A mutation is a change of a kernel's generated text. All mutations of a folder stand in one text, each behind a switch,
+so that the host's compiler, which takes longer than most runs, works once and not once for each. The switch is a
+constant of the library, initialised from the environment when the library is loaded; every mutant loads a copy of its
+own.
 
-It changes nothing that the simulator sees: what it watches is the memory, the barriers and the order of the machine, which
-only primitives touch, and a line keeps its place. Of constants that the compiler must know a switch can't be made: the
-text with one would not compile. All lanes of a block find the same switch, so none takes another way than its neighbour.
+It changes nothing that the simulator sees: what that watches is the memory, the barriers and the order of the machine,
+which only primitives touch. All threads find the same switch, so none takes another way than its neighbour. Constants
+that the compiler must know can't be switched: the text would not compile.
 """
 
 from __future__ import annotations
@@ -106,15 +107,15 @@ def switch_in(folder: Path, mutations: Sequence[Mutation]) -> None:
     header.write_text(text.replace("#pragma once\n", f"#pragma once\n{SWITCH}"))
 
 
-def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give a folder that the workers of a parallel run share, and no other run."""
+def mutant_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a compile cache for what is of no use to anybody else; the workers of a parallel run share it."""
     base = tmp_path_factory.getbasetemp()
-    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    return (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "mutants"
 
 
 @dataclass(frozen=True)
 class Mutants:
-    """A folder with mutations in it, and a cache of their own: they are of no use to anybody else."""
+    """A folder with mutations in it, and their cache."""
 
     folder: Path
     cache: Path
@@ -123,7 +124,7 @@ class Mutants:
     def made(cls, folder: Path, mutations: Sequence[Mutation], tmp_path_factory: pytest.TempPathFactory) -> Mutants:
         """Put the mutations into a folder that was generated for them."""
         switch_in(folder, mutations)
-        return cls(folder, common_folder(tmp_path_factory) / "mutants")
+        return cls(folder, mutant_cache(tmp_path_factory))
 
     def switch(self, number: int, patch: pytest.MonkeyPatch) -> Path:
         """Have the kernels that are loaded from now on broken the way of a number; -1 is none."""

@@ -23,6 +23,7 @@ from mlaforge.simulator import (
     unowned_slots,
 )
 from mlaforge.verify import Problem, make_inputs, random_problem, run_problem
+from mutants import mutant_cache
 
 GENERATED = Path(__file__).parents[1] / "generated"
 FOLDERS = sorted(path.parent for path in GENERATED.glob("*/manifest.json"))
@@ -152,10 +153,10 @@ def test_input_out_of_bounds_is_reported() -> None:
         mla.decode(inputs.q, inputs.kv_cache, inputs.block_table, short)
 
 
-def test_fault_names_kernel_line_block_and_warp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
-    monkeypatch.setenv("MLAFORGE_CACHE_DIR", str(tmp_path / "cache"))
+def test_fault_names_kernel_line_block_and_warp(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLAFORGE_CACHE_DIR", str(mutant_cache(tmp_path_factory)))
     folder = tmp_path / "broken"
     shutil.copytree(GENERATED / "deepseek_v3", folder)
     text = (folder / "decode.cu").read_text()
@@ -218,7 +219,7 @@ def broken_tail(tmp_path_factory: pytest.TempPathFactory) -> MLA:
     assert line in text
     (folder / "tile.cuh").write_text(text.replace(line, ""))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLAFORGE_CACHE_DIR", str(folder / "cache"))
+        patch.setenv("MLAFORGE_CACHE_DIR", str(mutant_cache(tmp_path_factory)))
         return mlaforge.load(folder, device="sim")
 
 

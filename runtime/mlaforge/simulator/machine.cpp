@@ -10,15 +10,16 @@ Machine* machine = nullptr;
 // ---- Vector clocks -----------------------------------------------------------------------------------------------
 
 // A machine spends much of its time here.
-#ifdef __x86_64__
+#if defined(__x86_64__) && defined(__GLIBC__)
 __attribute__((target_clones("avx2", "default")))
 #endif
+void take_larger(std::uint32_t* __restrict to, const std::uint32_t* __restrict from, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) to[i] = to[i] < from[i] ? from[i] : to[i];
+}
+
 void join(Clock& into, const Clock& other) {
   if (into.size() < other.size()) into.resize(other.size(), 0);
-  std::uint32_t* __restrict to = into.data();
-  const std::uint32_t* __restrict from = other.data();
-  const std::size_t size = other.size();
-  for (std::size_t i = 0; i < size; ++i) to[i] = to[i] < from[i] ? from[i] : to[i];
+  take_larger(into.data(), other.data(), other.size());
 }
 
 void join(Clocks& into, const Clocks& other) {
