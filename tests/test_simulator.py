@@ -57,8 +57,8 @@ def test_random_problems_under_random_schedules(seed: int, schedule: int, mode: 
     rng = random.Random(seed)
     mla = simulated(rng.choice(FOLDERS))
     problem = random_problem(rng, mla.manifest, 500)
-    # Requests enough for more than two warps of the schedule. Of 300, each an item that hundreds of threads walk through,
-    # a run takes half a minute and shows no more.
+    # Requests enough for more than two warps of the schedule. With 300, each an item that hundreds of threads walk
+    # through, a run takes half a minute and shows no more.
     lengths = problem.lengths[:72]
     nan_request = problem.nan_request if problem.nan_request < len(lengths) else -1
     problem = dataclasses.replace(problem, lengths=lengths, nan_request=nan_request)
