@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,6 @@ def run(*arguments: str | Path) -> Result:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Give all tests of the module one compile cache, empty at first."""
-    directory = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLAFORGE_CACHE_DIR", str(directory))
-        yield directory
 
 
 @pytest.fixture
@@ -278,7 +268,8 @@ def test_compile_does_without_torch() -> None:
 # ---- compile ---------------------------------------------------------------------------------------------------------
 
 
-def test_compile_reports(cache: Path, tmp_path: Path) -> None:
+def test_compile_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLAFORGE_CACHE_DIR", str(tmp_path / "empty"))
     run("generate", "minicpm3", "-o", tmp_path)
     result = run("compile", "deepseek_v3", tmp_path / "minicpm3", "--json")
     assert result.exit_code == 0 and result.stderr == ""

@@ -1,33 +1,22 @@
 """Break the prefill kernel one way at a time: the simulator, or the comparison with float64, finds each fault.
 
-All mutations are in one text, each behind a switch that the environment turns on, so that one compile is enough.
+As test_mutations.py does for decode.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
-from dataclasses import dataclass
 
 import pytest
 
 from mlaforge.api import MLA
 from mlaforge.prefill_verify import PrefillProblem, run_problem
 from mlaforge.simulator import Simulator, SimulatorOptions
+from mutants import Mutants, Mutation, require_caught
 from prefilling import Prefill, folder_of, spec_of
 
 SHAPE = (192, 128)
-SWITCH = """
-#include <cstdlib>
-namespace mlaforge {
-inline int mutant() {
-  const char* number = std::getenv("MLAFORGE_MUTANT");
-  return number ? std::atoi(number) : -1;
-}
-}
-"""
-
 PROBLEMS = (
     # Blocks enough for every stage to be used again, narrow last blocks, a warpgroup with fewer blocks than the other,
     # scores so far apart that rows are rescaled on the way.
@@ -40,25 +29,6 @@ PROBLEMS = (
 SCHEDULES = tuple((mode, seed, sms) for seed in (0, 1, 2) for mode in ("random", "lazy", "eager") for sms in (1, 2))
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """One way to break the kernel: the first `old` behind `behind` in `file` becomes `new`, both of one kind."""
-
-    name: str
-    old: str
-    new: str
-    finds: str
-    """What the report matches: the kind of fault that the machine or the comparison names."""
-    file: str = "prefill.cu"
-    behind: str = ""
-
-    def text(self, number: int) -> str:
-        """Give what takes the place of `old`: both, behind the switch."""
-        if self.old.rstrip().endswith((";", "}")):
-            return f"if (mutant() == {number}) {{ {self.new} }} else {{ {self.old} }}"
-        return f"(mutant() == {number} ? ({self.new}) : ({self.old}))"
-
-
 RACE = "race"
 DEADLOCK = "deadlock"
 WRONG = "out: "
@@ -67,48 +37,48 @@ V_FULL = "mbarrier_wait(v_full(base, values.stage()), values.phase());"
 
 MUTATIONS = (
     # Loads and their buffers
-    Mutation("K is replaced while it is in use", "mbarrier_wait(k_empty(base, ring.stage()), ring.phase() ^ 1);", "", ""),
-    Mutation("V is replaced while it is in use", "mbarrier_wait(v_empty(base, ring.stage()), ring.phase() ^ 1);", "", ""),
-    Mutation("Q is replaced while it is in use", "mbarrier_wait(q_empty(base, buffer), phase ^ 1);", "", ""),
-    Mutation("an item is replaced before it was read", "mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);", "", ""),
-    Mutation("first scores of a K that has not landed", K_FULL, "", f"{RACE}|uninitialised", behind="void first_block("),
-    Mutation("scores of a K that has not landed", K_FULL, "", f"{RACE}|uninitialised", behind="void next_block("),
-    Mutation("P times a V that has not landed", V_FULL, "", f"{RACE}|uninitialised", behind="void next_block("),
-    Mutation("the last P times a V that has not landed", V_FULL, "", f"{RACE}|uninitialised", behind="void last_values("),
-    Mutation("scores of a Q that has not landed", "mbarrier_wait(q_full(base, query), queries.phase());", "", f"{RACE}|uninitialised", behind="void run("),
-    Mutation("K is free one warp early", "8", "7", "", behind="mbarrier_init(k_empty(base, i), "),
-    Mutation("V is free one warp early", "8", "7", "", behind="mbarrier_init(v_empty(base, i), "),
-    Mutation("V is full one lane early", "32", "31", "", behind="mbarrier_init(v_full(base, i), "),
-    Mutation("an item is free one thread early", "320", "319", "", behind="mbarrier_init(item_empty(base, i), "),
-    Mutation("Q is never given back", "if (last) release(q_empty(base, query));", "", DEADLOCK),
-    Mutation("blocks that only others see are not given back", "release(v_empty(base, values.stage()));", "", DEADLOCK, behind="void skip_block("),
-    Mutation("keys of another sequence", "item.k_row + block * kTokens", "block * kTokens", "", behind="void load_keys("),
-    Mutation("rows of Q that are the other warpgroup's", "item.q_row + 64 * group", "item.q_row", WRONG, behind="load_queries("),
+    Mutation("K is replaced while it is in use", "mbarrier_wait(k_empty(base, ring.stage()), ring.phase() ^ 1);", "", "", file="prefill.cu"),
+    Mutation("V is replaced while it is in use", "mbarrier_wait(v_empty(base, ring.stage()), ring.phase() ^ 1);", "", "", file="prefill.cu"),
+    Mutation("Q is replaced while it is in use", "mbarrier_wait(q_empty(base, buffer), phase ^ 1);", "", "", file="prefill.cu"),
+    Mutation("an item is replaced before it was read", "mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);", "", "", behind="while (ticket < before + all) {", file="prefill.cu"),
+    Mutation("first scores of a K that has not landed", K_FULL, "", f"{RACE}|uninitialised", behind="void first_block(", file="prefill.cu"),
+    Mutation("scores of a K that has not landed", K_FULL, "", f"{RACE}|uninitialised", behind="void next_block(", file="prefill.cu"),
+    Mutation("P times a V that has not landed", V_FULL, "", f"{RACE}|uninitialised", behind="void next_block(", file="prefill.cu"),
+    Mutation("the last P times a V that has not landed", V_FULL, "", f"{RACE}|uninitialised", behind="void last_values(", file="prefill.cu"),
+    Mutation("scores of a Q that has not landed", "mbarrier_wait(q_full(base, query), queries.phase());", "", f"{RACE}|uninitialised", behind="void run(", file="prefill.cu"),
+    Mutation("K is free one warp early", "8", "7", "", behind="mbarrier_init(k_empty(base, i), ", file="prefill.cu"),
+    Mutation("V is free one warp early", "8", "7", "", behind="mbarrier_init(v_empty(base, i), ", file="prefill.cu"),
+    Mutation("V is full one lane early", "32", "31", "", behind="mbarrier_init(v_full(base, i), ", file="prefill.cu"),
+    Mutation("an item is free one thread early", "320", "319", "", behind="mbarrier_init(item_empty(base, i), ", file="prefill.cu"),
+    Mutation("Q is never given back", "if (last) release(q_empty(base, query));", "", DEADLOCK, file="prefill.cu"),
+    Mutation("blocks that only others see are not given back", "release(v_empty(base, values.stage()));", "", DEADLOCK, behind="void skip_block(", file="prefill.cu"),
+    Mutation("keys of another sequence", "item.k_row + block * kTokens", "block * kTokens", "", behind="void load_keys(", file="prefill.cu"),
+    Mutation("rows of Q that are the other warpgroup's", "item.q_row + 64 * group", "item.q_row", WRONG, behind="void load_queries(", file="prefill.cu"),
     # Products
-    Mutation("no wgmma fence", "wgmma_fence();", "", "without a wgmma fence", behind="void next_block("),
-    Mutation("a product is never committed", "wgmma_commit();", "", "no commit has closed", behind="void last_values("),
-    Mutation("scores are read before they are done", "wgmma_wait<1>();", "wgmma_wait<2>();", ""),
-    Mutation("O and V are used before their product is done", "wgmma_wait<0>();", "", "", behind="before the wait, not behind it"),
-    Mutation("the last product is not waited for", "wgmma_wait<0>();", "", "", behind="void last_values("),
-    Mutation("V's atoms are stepped by half", "wgmma_descriptor(values, kSubtileBytesKV, 1024)", "wgmma_descriptor(values, kSubtileBytesKV, 512)", WRONG),
-    Mutation("a narrow last block that is too narrow", "seen - (blocks - 1) * kTokens <= kNarrow", "seen - (blocks - 1) * kTokens <= kNarrow + 4", "lse: "),
+    Mutation("no wgmma fence", "wgmma_fence();", "", "without a wgmma fence", behind="void next_block(", file="prefill.cu"),
+    Mutation("a product is never committed", "wgmma_commit();", "", "no commit has closed", behind="void last_values(", file="prefill.cu"),
+    Mutation("scores are read before they are done", "wgmma_wait<1>();", "wgmma_wait<2>();", "", file="prefill.cu"),
+    Mutation("O and V are used before their product is done", "wgmma_wait<0>();", "", "", behind="before the wait, not behind it", file="prefill.cu"),
+    Mutation("the last product is not waited for", "wgmma_wait<0>();", "", "", behind="void last_values(", file="prefill.cu"),
+    Mutation("V's atoms are stepped by half", "wgmma_descriptor(values, kSubtileBytesKV, 1024)", "wgmma_descriptor(values, kSubtileBytesKV, 512)", WRONG, file="prefill.cu"),
+    Mutation("a narrow last block that is too narrow", "seen - (blocks - 1) * kTokens <= kNarrow", "seen - (blocks - 1) * kTokens <= kNarrow + 4", "lse: ", file="prefill.cu"),
     # Turns
-    Mutation("nobody has the first turn", "if (group == kGroups - 1) pass_turn(group);", "", DEADLOCK),
-    Mutation("a turn is kept", "pass_turn(group);", "", DEADLOCK, behind="void skip_block("),
+    Mutation("nobody has the first turn", "if (group == kGroups - 1) pass_turn(group);", "", DEADLOCK, file="prefill.cu"),
+    Mutation("a turn is kept", "pass_turn(group);", "", DEADLOCK, behind="void skip_block(", file="prefill.cu"),
     # The ends of sequences
-    Mutation("the tail of V is not cleared", "store_shared_zero16(to + at);", "", WRONG),
-    Mutation("the tail of V is cleared one row late", "tokens * 128", "tokens * 128 + 128", WRONG),
-    Mutation("no proxy fence behind the zeros", "fence_proxy_async();", "", "no fence.proxy.async"),
+    Mutation("the tail of V is not cleared", "store_shared_zero16(to + at);", "", WRONG, file="prefill.cu"),
+    Mutation("the tail of V is cleared one row late", "tokens * 128", "tokens * 128 + 128", WRONG, file="prefill.cu"),
+    Mutation("no proxy fence behind the zeros", "fence_proxy_async();", "", "no fence.proxy.async", file="prefill.cu"),
     Mutation("the mask is off by one", "column + 8 * g + (e & 1) >= border[e >> 1]", "column + 8 * g + (e & 1) > border[e >> 1]", WRONG, file="tile.cuh"),
     Mutation("the causal border is off by one", "k.count - q.count + 1 + row", "k.count - q.count + row", WRONG, file="prefill.cuh"),
     Mutation("a row beyond the sequence is stored", "r < item.rows", "true", "", file="prefill.cuh", behind="void store_rows("),
     # Work
-    Mutation("a tile that nobody takes", "static_cast<int>(gridDim.x) + warp_uniform(taken)", "static_cast<int>(gridDim.x) + 1 + warp_uniform(taken)", WRONG),
+    Mutation("a tile that nobody takes", "static_cast<int>(gridDim.x) + warp_uniform(taken)", "static_cast<int>(gridDim.x) + 1 + warp_uniform(taken)", WRONG, file="prefill.cu"),
     Mutation("heads of the wrong section", "at / (tiles * section) * section", "at / (tiles * section)", WRONG, file="prefill.cuh"),
-    Mutation("the walker asks for no tile", "release(item_asked(base, 0));", "", DEADLOCK, behind="block + 1 == item.blocks"),
+    Mutation("the walker asks for no tile", "release(item_asked(base, 0));", "", DEADLOCK, behind="block + 1 == item.blocks", file="prefill.cu"),
     # Arithmetic
-    Mutation("O keeps the tile before", "for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.f;", "", WRONG, behind="void run("),
-    Mutation("O is not rescaled", "if (warp_any(rescale[0] != 1.f || rescale[1] != 1.f)) scale_rows(acc, rescale);", "", WRONG),
+    Mutation("O keeps the tile before", "for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.f;", "", WRONG, behind="void run(", file="prefill.cu"),
+    Mutation("O is not rescaled", "if (warp_any(rescale[0] != 1.f || rescale[1] != 1.f)) scale_rows(acc, rescale);", "", WRONG, file="prefill.cu"),
     Mutation("the sum is not rescaled", "state.sum[i] * rescale[i]", "state.sum[i]", f"{WRONG}|lse: ", file="prefill.cuh"),
     Mutation("lse in base 2", "(state.max[i] + log2_approx(sum[i])) * kLn2", "state.max[i] + log2_approx(sum[i])", "lse: ", file="prefill.cuh"),
     Mutation("an empty row has lse -inf", "sum[i] == 0.f ? infinity() : lse", "sum[i] == 0.f ? -infinity() : lse", "lse: ", file="prefill.cuh"),
@@ -116,48 +86,37 @@ MUTATIONS = (
 
 
 @pytest.fixture(scope="session")
-def mutants(tmp_path_factory: pytest.TempPathFactory) -> MLA:
-    """Give the kernel with all mutations in it, none of them on, and sections of a few hundred tokens."""
+def mutants(tmp_path_factory: pytest.TempPathFactory) -> Mutants:
+    """Give the kernel with all mutations in it, and sections of a few hundred tokens."""
     folder = folder_of(spec_of(SHAPE))
-    texts = {path.name: path.read_text() for path in folder.glob("*.cu*")}
-    for number, mutation in enumerate(MUTATIONS):
-        text = texts[mutation.file]
-        assert mutation.behind in text, f"{mutation.name}: its place is gone; adapt the mutation to the kernel"
-        start = text.index(mutation.behind) + len(mutation.behind)
-        assert mutation.old in text[start:], f"{mutation.name}: its place is gone; adapt the mutation to the kernel"
-        texts[mutation.file] = text[:start] + text[start:].replace(mutation.old, mutation.text(number), 1)
-    texts["prefill.cu"] = re.sub(r"kSectionTokens = \d+", "kSectionTokens = 300", texts["prefill.cu"])
-    texts["primitives.cuh"] = texts["primitives.cuh"].replace("#pragma once\n", f"#pragma once\n{SWITCH}", 1)
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-    with pytest.MonkeyPatch.context() as patch:
-        # Of no use to anybody else, so it has no place in the user's cache; the workers of a parallel run share it.
-        workers = os.environ.get("PYTEST_XDIST_WORKER") is not None
-        base = tmp_path_factory.getbasetemp()
-        patch.setenv("MLAFORGE_CACHE_DIR", str((base.parent if workers else base) / "mutants"))
-        mla = Prefill(folder, Simulator())
-        assert mla.runner._launcher()
-    return mla
+    path = folder / "prefill.cu"
+    text, changed = re.subn(r"kSectionTokens = \d+", "kSectionTokens = 300", path.read_text())
+    assert changed == 1
+    path.write_text(text)
+    return Mutants.made(folder, MUTATIONS, tmp_path_factory)
 
 
-def reports(mla: MLA, problem: PrefillProblem, options: SimulatorOptions) -> tuple[str, ...]:
+def reports_of(mla: MLA, problem: PrefillProblem, options: SimulatorOptions) -> tuple[str, ...]:
     mla.backend.options = options  # type: ignore[union-attr]
     return run_problem(mla, problem, "cpu").failures
 
 
 @pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name.replace(" ", "-"))
-def test_every_mutation_is_caught(number: int, mutants: MLA, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLAFORGE_MUTANT", str(number))
-    found: list[str] = []
-    for mode, seed, sms in SCHEDULES:
-        for problem in PROBLEMS:
-            found += reports(mutants, problem, SimulatorOptions(seed=seed, mode=mode, sms=sms))
-            if any(re.search(MUTATIONS[number].finds, report) for report in found):
-                return
-    pytest.fail(f"not caught as {MUTATIONS[number].finds!r}: {found or 'every result was right'}")
+def test_every_mutation_is_caught(number: int, mutants: Mutants, monkeypatch: pytest.MonkeyPatch) -> None:
+    mla = Prefill(mutants.switch(number, monkeypatch), Simulator())
+    tries = itertools.product(SCHEDULES, PROBLEMS)
+    require_caught(
+        MUTATIONS[number],
+        (
+            report
+            for (mode, seed, sms), problem in tries
+            for report in reports_of(mla, problem, SimulatorOptions(seed=seed, mode=mode, sms=sms))
+        ),
+    )
 
 
-def test_the_unbroken_kernel_passes_random_schedules(mutants: MLA) -> None:
+def test_the_unbroken_kernel_passes_random_schedules(mutants: Mutants, monkeypatch: pytest.MonkeyPatch) -> None:
+    mla = Prefill(mutants.switch(-1, monkeypatch), Simulator())
     for seed, (mode, problem) in enumerate(itertools.product(("random", "lazy", "eager"), PROBLEMS)):
         options = SimulatorOptions(seed=seed, mode=mode, sms=1 + seed % 3)
-        assert not reports(mutants, problem, options), (problem, options)
+        assert not reports_of(mla, problem, options), (problem, options)

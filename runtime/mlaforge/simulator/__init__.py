@@ -1,7 +1,7 @@
 """The kernels' text on a CPU: compiled by the host's C++ compiler and run on a small, deterministic machine.
 
-`machine.hpp` is the machine, `primitives.hpp` the second implementation of the device primitives. A run follows from
-its seed: which block and which warp goes next, and when copies and matrix products land.
+`machine.hpp` and `machine.cpp` are the machine, `primitives.hpp` the second implementation of the device primitives. A
+run follows from its seed: which block and which warp goes next, and when copies and matrix products land.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from mlaforge.launch import DefinedTensor, LaunchTensor, ParameterBlock, TensorM
 from mlaforge.manifest import Parameter
 
 _HEADERS = Path(__file__).parent
-_FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-DMLAFORGE_SIMULATOR")
+_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-w", "-Wno-psabi", "-U_FORTIFY_SOURCE", "-DMLAFORGE_SIMULATOR")
+# A run spends its time in the machine, which is compiled once.
+_MACHINE_FLAGS = (*_FLAGS, "-O3", "-c")
+_KERNEL_FLAGS = (*_FLAGS, "-O2", "-shared")
 MODES = ("eager", "lazy", "random")
 """When copies and matrix products land: at once, as late as the waits allow, or at any time between."""
 
@@ -145,6 +148,26 @@ def _compiler_version(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
 
 
+def _key(what: str, flags: Sequence[str], files: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256(f"simulator 2\0{what}\0{_compiler_version(find_compiler())}\0{flags}\0".encode())
+    for name, text in sorted(files.items()):
+        digest.update(f"{name}\0{len(text)}\0".encode() + text)
+    return digest.hexdigest()
+
+
+def _run_compiler(what: str, unit: str, flags: Sequence[str], linked: bytes = b"") -> Entry:
+    """Compile a unit's text, and link it with an object."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, linked_file, result = (Path(folder) / name for name in ("unit.cpp", "linked.o", "result"))
+        source.write_text(unit, encoding="utf-8")
+        linked_file.write_bytes(linked)
+        command = [find_compiler(), *flags, f"-I{_HEADERS}", "-o", str(result), str(source)]
+        done = subprocess.run(command + [str(linked_file)] * bool(linked), capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{what} does not compile for the simulator:\n{done.stderr}")
+        return Entry({"source": what}, result.read_bytes())
+
+
 def compile_library(source: Path, entry: str, cache: KernelCache | None = None) -> bytes:
     """Compile a kernel's text for the CPU, or take it from the cache: a shared library.
 
@@ -152,28 +175,19 @@ def compile_library(source: Path, entry: str, cache: KernelCache | None = None) 
         CompilerMissingError: there is no C++ compiler.
         RuntimeError: the text does not compile; with the compiler's log.
     """
-    compiler = find_compiler()
-    digest = hashlib.sha256(f"simulator 1\0{entry}\0{_compiler_version(compiler)}\0{_FLAGS}\0".encode())
-    files = {**source_closure(source), **{p.name + ":sim": p.read_bytes() for p in sorted(_HEADERS.glob("*.hpp"))}}
-    for name, text in sorted(files.items()):
-        digest.update(f"{name}\0{len(text)}\0".encode() + text)
+    cache = cache or KernelCache.default()
+    machine = {path.name + ":sim": path.read_bytes() for path in sorted(_HEADERS.glob("*.[ch]pp"))}
 
     def build() -> Entry:
-        with tempfile.TemporaryDirectory() as folder:
-            unit = Path(folder) / "unit.cpp"
-            library = Path(folder) / "unit.so"
-            unit.write_text(
-                f'#include "primitives.hpp"\n#include "{source.name}"\n#include "entry.hpp"\n'
-                f"MLAFORGE_SIMULATED_KERNEL({entry})\n",
-                encoding="utf-8",
-            )
-            command = [compiler, *_FLAGS, f"-I{_HEADERS}", f"-I{source.parent}", "-o", str(library), str(unit)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{source} does not compile for the simulator:\n{done.stderr}")
-            return Entry({"source": source.name}, library.read_bytes())
+        key = _key("machine", _MACHINE_FLAGS, machine)
+        linked, _ = cache.get(key, lambda: _run_compiler("machine.cpp", '#include "machine.cpp"\n', _MACHINE_FLAGS))
+        unit = (
+            f'#include "primitives.hpp"\n#include "{source.name}"\n#include "entry.hpp"\n'
+            f"MLAFORGE_SIMULATED_KERNEL({entry})\n"
+        )
+        return _run_compiler(str(source), unit, (*_KERNEL_FLAGS, f"-I{source.parent}"), linked.cubin)
 
-    return (cache or KernelCache.default()).get(digest.hexdigest(), build)[0].cubin
+    return cache.get(_key(entry, _KERNEL_FLAGS, {**source_closure(source), **machine}), build)[0].cubin
 
 
 @dataclass

@@ -84,17 +84,7 @@ T __shfl_up_sync(unsigned, T value, int delta, std::source_location where = std:
   return mlaforge::sim::shuffle("shfl.up", value, lane >= delta ? lane - delta : -1, where);
 }
 inline void __syncwarp(std::source_location where = std::source_location::current()) {
-  using namespace mlaforge::sim;
-  machine->tick();
-  View* mine = &machine->view();
-  View all = machine->fresh_view();
-  struct Lane {
-    View* view;
-  } lane{mine};
-  machine->gather("syncwarp", where, &lane, [&all](void* const* slots) {
-    for (int i = 0; i < kWarp; ++i) all.join_with(*static_cast<Lane*>(slots[i])->view);
-    for (int i = 0; i < kWarp; ++i) static_cast<Lane*>(slots[i])->view->join_with(all);
-  });
+  mlaforge::sim::machine->sync_warp(where);
 }
 inline void __syncthreads(std::source_location where = std::source_location::current()) {
   mlaforge::sim::machine->sync_named(0, mlaforge::sim::machine->threads(), where);
