@@ -7,7 +7,7 @@ ends in a fault of the machine or in a wrong result.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,8 +32,14 @@ PROBLEMS = (
     # Scores so far apart that rows are rescaled on the way; two row tiles.
     Problem(lengths=(400, 130), h_q=70, softmax_scale=40.0),
 )
-# More items in one part than are known ahead: with a single multiprocessor, one block has all of them.
-MANY = Problem(lengths=(70, 5, 1, 64, 0, 90, 3), h_q=5)
+# And on how many multiprocessors.
+RUNS = (
+    *((problem, 4) for problem in PROBLEMS),
+    # The part in the middle shares a request with either neighbour.
+    (Problem(lengths=(760, 500), h_q=16), 3),
+    # One part has more items than are known ahead.
+    (Problem(lengths=(70, 5, 1, 64, 0, 90, 3), h_q=5), 1),
+)
 MODES = ("random", "lazy", "eager")
 SCHEDULES = tuple((mode, seed) for seed in (0, 1) for mode in MODES)
 
@@ -98,7 +104,10 @@ MUTATIONS = (
     Mutation("the counter does not go back to zero", "store_global(arrived, 0)", "store_global(arrived, 1)", LEFT, file="splits.cuh"),
     Mutation("weights are used before they are there", "named_barrier_sync(Barrier, kMergeThreads);", "", RACE, file="splits.cuh", behind="(max + log2_approx(sum)) * kLn2);"),
     Mutation("a share begins a unit late", "quotient(units * k, split.splits)", "quotient(units * k, split.splits) + 1", WRONG, file="splits.cuh"),
-    Mutation("a weight of the split before", "load_shared_f32(weight + 4 * sharing * i)", "load_shared_f32(weight + 4 * sharing * (i > 0 ? i - 1 : 0))", WRONG, file="splits.cuh"),
+    Mutation("a weight of the split before", "load_shared_f32(weight + 4 * k)", "load_shared_f32(weight + 4 * (k > 0 ? k - 1 : 0))", WRONG, file="splits.cuh"),
+    Mutation("partial results are added up before they have landed", "mbarrier_wait(landed, phase);", "", f"{RACE}|{UNINITIALISED}", file="splits.cuh"),
+    Mutation("those of a second request are waited for in the phase of the first's", "phase ^= 1;", "", f"{RACE}|{UNINITIALISED}", file="splits.cuh"),
+    Mutation("too few bytes of partial results are waited for", "split.splits * count * kUnitBytes", "(split.splits - 1) * count * kUnitBytes", "", file="splits.cuh", behind="mbarrier_arrive_expect_tx(landed, "),
     # Bytes
     Mutation("fewer bytes are expected than copied", "boxes * C::kBoxTokens * Count * 128", "boxes * C::kBoxTokens * (Count - 1) * 128", "", file="decode.cuh"),
     Mutation("more bytes are expected than copied", "boxes * C::kBoxTokens * Count * 128", "boxes * C::kBoxTokens * (Count + 1) * 128", DEADLOCK, file="decode.cuh"),
@@ -110,8 +119,8 @@ MUTATIONS = (
     Mutation("the strip begins a subtile early", "First / 64 * kSubtileBytes + kInSubtile * 2", "First / 64 * kSubtileBytes", WRONG),
     Mutation("a block behind the last is fetched", "block < end", "block < end + 1", "", behind="copy_query<Config, 0, kSubtilesV>("),
     Mutation("both uses of the shared buffer at once", "3 - exchanges", "2", f"{RACE}|{WRONG}"),
-    Mutation("a partial result of the wrong slot", "0", "-1", f"{WRONG}|{UNINITIALISED}", file="splits.cuh", behind="return k == 0 ? "),
-    Mutation("a partial result that no part has left", "k < split.splits", "k < split.splits + 1", "this load reads byte .* of workspace, which is uninitialised|out of bounds", file="splits.cuh"),
+    Mutation("a partial result of the wrong slot", "continued_slot(part)", "opened_slot(part)", f"{WRONG}|{UNINITIALISED}", file="splits.cuh"),
+    Mutation("a partial result that no part has left", "opened_slot(part)", "continued_slot(part)", f"{WRONG}|{UNINITIALISED}", file="splits.cuh"),
     Mutation("a row beyond the request is stored", "tile.holds(r)", "true", "", file="decode.cuh", behind="store_row<typename C::Element, Columns>("),
     # Arithmetic
     Mutation("the tail of V is not cleared", "store_shared_zero16(tile + sub * (Rows * 128) + first_row * 128 + i * 16);", "", UNOWNED, file="tile.cuh"),
@@ -141,14 +150,13 @@ def keep(counters: list[torch.Tensor], simulator: Simulator, device: torch.devic
     return counters[-1]
 
 
-def reports_of(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[str]:
+def reports_of(folder: Path, patch: pytest.MonkeyPatch, runs: Sequence[tuple[Problem, int]] = RUNS) -> Iterator[str]:
     """Run the problems under one schedule after the other, and tell what is wrong."""
     counters: list[torch.Tensor] = []
     patch.setattr(Simulator, "counters", lambda *args: keep(counters, *args))
     mla = mlaforge.load(folder, device="sim")
     for mode, seed in SCHEDULES:
-        for problem in (*PROBLEMS, MANY):
-            sms = 1 if problem is MANY else 4
+        for problem, sms in runs:
             mla.backend.options = SimulatorOptions(seed=seed, mode=mode, sms=sms)
             counters.clear()
             yield from run_problem(mla, problem, "cpu").failures
@@ -162,6 +170,22 @@ def test_every_mutation_is_caught(number: int, mutants: Mutants, monkeypatch: py
 
 def test_nothing_is_found_where_no_mutation_is_on(mutants: Mutants, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(reports_of(mutants.switch(-1, monkeypatch), monkeypatch))
+
+
+# A multiple of rounds is a matter of the room, which the shipped kernels have plenty of.
+ROUNDS = Mutation("the next units land on those that are being added up", "if (first > begin) named_barrier_sync(Barrier, kMergeThreads);", "", RACE, file="splits.cuh")  # fmt: skip
+
+
+def test_parts_merge_in_little_room(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = generate(tmp_path_factory.mktemp("room") / SPEC, SPEC, tile_rows=64)
+    kernel = folder / "decode.cu"
+    room = "kMergeBarrier, kOffsetFactors>"
+    assert kernel.read_text().count(room) == 1
+    kernel.write_text(kernel.read_text().replace(room, "kMergeBarrier, kMergeScratch<Config>>"))
+    rounds = Mutants.made(folder, (ROUNDS,), tmp_path_factory)
+    runs = [(Problem(lengths=(760, 500), h_q=64), 3)]
+    assert not list(reports_of(rounds.switch(-1, monkeypatch), monkeypatch, runs))
+    require_caught(ROUNDS, reports_of(rounds.switch(0, monkeypatch), monkeypatch, runs))
 
 
 def kernels_of(folder: Path) -> tuple[str, ...]:

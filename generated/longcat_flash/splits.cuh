@@ -154,12 +154,12 @@ struct Merge {
 #pragma unroll 1
     for (int first = begin; first < end; first += at_once) {
       const int count = end - first < at_once ? end - first : at_once;
+      if (first > begin) named_barrier_sync(Barrier, kMergeThreads);  // the units before have been added up
       if (threadIdx.x < 32) load(first, count, landed);
-      if (first == begin) weigh();
+      if (first == begin) weigh();  // while they are on their way
       mbarrier_wait(landed, phase);
       phase ^= 1;
       sum(first, count);
-      named_barrier_sync(Barrier, kMergeThreads);
     }
   }
 };

@@ -467,8 +467,6 @@ MLAFORGE_DEVICE int cluster_size() {
 // The barrier of all threads of the cluster, in two halves. A block must not end while others may still reach for its
 // shared memory.
 MLAFORGE_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-// The same where nothing but mbarriers that were initialised needs to be seen by the others.
-MLAFORGE_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 MLAFORGE_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 MLAFORGE_DEVICE void cluster_sync() {
   cluster_arrive();

@@ -340,6 +340,11 @@ class _Regions:
         offset = self.placed[-1].offset + self.placed[-1].size if self.placed else 0
         self.placed.append(SmemRegion(name, constant, offset, size * count, what, count))
 
+    def make_room(self, size: int) -> None:
+        """Leave what is placed so far at least `size` bytes: parts merge their results in it."""
+        if (missing := size - self.placed[-1].offset - self.placed[-1].size) > 0:
+            self.place("room", "kOffsetRoom", missing, "so that a unit of every split has room")
+
     def finish(
         self, mbarriers: tuple[Mbarrier, ...], roles: tuple[WarpRole, ...]
     ) -> tuple[tuple[SmemRegion, ...], tuple[Mbarrier, ...]]:
@@ -361,6 +366,11 @@ class _Regions:
             "scratch", "kOffsetScratch", p.offset, 4 * (3 * warps + 2), "prefix sums, extremes", alias_of="P"
         )
         return (*self.placed, scratch), tuple(placed)
+
+
+def _merge_bytes(rows: int) -> int:
+    """Give kMergeScratch of splits.cuh: a weight of each partial row, and a unit of 512 bytes of each split."""
+    return 4 * (rows + 2 * MAX_PARTS) + 512 * MAX_PARTS
 
 
 _LANDED = Mbarrier("landed", 1, 1, 0, "partial results that the part merges have landed")
@@ -393,6 +403,7 @@ def _plain(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
         "K", "kOffsetK", subtiles * tokens * LINE, f"{stages} stages of {tokens} tokens; V is in them", stages
     )
     regions.place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, f"probabilities of a tile, {rows} x {tokens}")
+    regions.make_room(_merge_bytes(rows))
     regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled")
     regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut")
     regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
@@ -481,6 +492,7 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
         if rope:
             regions.place("rope", "kOffsetRope", rope, f"{rope_stages} stages of the columns behind V", rope_stages)
         regions.place("P", "kOffsetP", p, p_what, exchanges)
+    regions.make_room(_merge_bytes(rows))
     regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled", exchanges)
     regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut, and what the mask hides")
     regions.place("items", "kOffsetItems", 32, f"{items} items of work", items)
@@ -540,6 +552,7 @@ def _swapped_memory(
     # A subtile begins on an atom of the swizzle, and so does P.
     regions.place("K", "kOffsetK", tokens * LINE, f"{ring} subtiles of {tokens} tokens; V is in them", ring)
     regions.place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, f"probabilities, {rows} x {tokens} a warpgroup", 2)
+    regions.make_room(_merge_bytes(rows))
     regions.place("maxima", "kOffsetMaxima", 4 * rows * 4, "float32, of each warp, a warpgroup", 2)
     regions.place(
         "statistics", "kOffsetStatistics", 2 * 5 * rows * 4, "sums of each warp, reference; a warpgroup, by turns", 2

@@ -324,15 +324,11 @@ bool Machine::sync_named(int id, int count, const Where& where, bool any) {
   return bar.any_released;
 }
 
-void Machine::arrive_cluster(bool release, const Where& where) {
+void Machine::arrive_cluster(const Where& where) {
   if (current_->cluster_arrived) fail(where, "a second arrival at the cluster barrier, with no wait between");
   NamedBarrier& bar = cluster_barrier(current_->block);
   if (bar.arrived++ == 0) bar.gathering = fresh_view();
-  if (release) {
-    bar.gathering.join_with(view());
-  } else if (current_->initialised) {
-    bar.gathering.join_with(*current_->initialised);
-  }
+  bar.gathering.join_with(view());
   tick();
   current_->cluster_arrived = true;
   current_->cluster_generation = bar.generation;
@@ -381,7 +377,6 @@ void Machine::fence_mbarriers() {
   for (auto& [address, bar] : home().mbarriers) {
     if (bar.init.actor == actor()) bar.fenced = true;
   }
-  current_->initialised = view();
 }
 
 void Machine::arrive_mbarrier(std::uint32_t address, std::int64_t expect, const Where& where) {

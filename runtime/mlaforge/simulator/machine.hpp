@@ -23,7 +23,6 @@
 #include <initializer_list>
 #include <map>
 #include <memory>
-#include <optional>
 #include <random>
 #include <set>
 #include <source_location>
@@ -183,7 +182,6 @@ struct Fiber {
   int thread = 0;  // in the block
   View view;
   StoreQueue stores;
-  std::optional<View> initialised;  // what its fence of initialised mbarriers hands over by any arrival
   Released fenced;    // what its last fence hands over to its relaxed atomics
   Released gathered;  // what its relaxed atomics found, for the next fence to take over
   const void* polled = nullptr;  // the word that it reads again and again, what it finds there, and how often
@@ -475,7 +473,7 @@ class Machine {
   bool sync_named(int id, int count, const Where& where, bool any = false);
 
   // The barrier of all threads of the cluster that have not exited, in two halves.
-  void arrive_cluster(bool release, const Where& where);
+  void arrive_cluster(const Where& where);
 
   void wait_cluster(const Where& where);
 

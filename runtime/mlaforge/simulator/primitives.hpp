@@ -667,8 +667,7 @@ void bulk_wait_read(Where where = Where::current()) {
 
 inline int cluster_rank() { return sim::machine->cluster_rank(); }
 inline int cluster_size() { return sim::machine->cluster_size(); }
-inline void cluster_arrive(Where where = Where::current()) { sim::machine->arrive_cluster(true, where); }
-inline void cluster_arrive_relaxed(Where where = Where::current()) { sim::machine->arrive_cluster(false, where); }
+inline void cluster_arrive(Where where = Where::current()) { sim::machine->arrive_cluster(where); }
 inline void cluster_wait(Where where = Where::current()) { sim::machine->wait_cluster(where); }
 inline void cluster_sync(Where where = Where::current()) {
   cluster_arrive(where);
