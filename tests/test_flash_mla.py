@@ -8,7 +8,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dropin import FORMS, DropIn, Form
+from dropin import DropIn, Form
 from mlaforge import flash_mla
 from mlaforge.api import generate_yaml
 from mlaforge.flash_mla import SHIPPED, Family, FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
@@ -46,19 +46,18 @@ def drop_in(family: Family, form: Form) -> DropIn:
 # More rows than a narrow tile holds: one kernel less to compile; the V3 family has both for other tests.
 PROBLEMS = (
     Problem(lengths=(20, 131, 0), h_q=40),
-    Problem(lengths=(65, 1, 96), s_q=2, h_q=63),
-    Problem(lengths=(65, 1, 96), s_q=2, h_q=63, causal=True),
+    Problem(lengths=(65, 3), s_q=2, h_q=33),
+    Problem(lengths=(65, 1), s_q=2, h_q=33, causal=True),
     Problem(lengths=(70,), s_q=2, h_q=66, h_kv=2, causal=True, cache_layers=2, table_padding=3),
     Problem(lengths=(0, 0), h_q=64, table_extra_columns=2),
 )
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", [V3, SMALL], ids=lambda family: family.tree()["name"])
+@pytest.mark.parametrize("family, form", [(V3, "old"), (V3, "new"), (SMALL, "old")], ids=["old", "new", "old, fp16"])
 def test_dense(family: Family, form: Form) -> None:
-    for seed, problem in enumerate(PROBLEMS):
+    for problem in PROBLEMS if family == V3 else PROBLEMS[1:4]:
         errors = run_problem(drop_in(family, form), problem, "cpu")
-        assert errors.ok, f"{problem}, seed {seed}: {errors.failures}"
+        assert errors.ok, f"{problem}: {errors.failures}"
 
 
 def test_few_heads_and_another_scale() -> None:
@@ -118,8 +117,8 @@ def test_one_object_serves_other_shapes_and_lengths() -> None:
     metadata, num_splits = get_mla_metadata()
     assert num_splits is None
     first = arguments(tile_scheduler_metadata=metadata)
-    second = {**first, "q": first["q"][:1], "block_table": first["block_table"][:1], "cache_seqlens": torch.tensor([5])}
-    second["cache_seqlens"] = second["cache_seqlens"].int()
+    lengths = torch.tensor([5], dtype=torch.int32)
+    second = {**first, "q": first["q"][:1], "block_table": first["block_table"][:1], "cache_seqlens": lengths}
     for call in (first, second):
         assert check_output(*flash_mla_with_kvcache(**call), *reference(call)).ok
 
@@ -268,7 +267,7 @@ def test_wrong_arguments_are_named(case: str) -> None:
 
 
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="dtype is torch.float32"):
+    with pytest.raises(ValueError, match=r"dtype is torch\.float32"):
         flash_mla.prepare(dtype=torch.float32)
     with pytest.raises(ValueError, match="device_type is 'mps'"):
         flash_mla.prepare(device_type="mps")
@@ -305,7 +304,7 @@ def test_runners_are_those_of_the_shipped_spec() -> None:
 
 
 @pytest.fixture
-def cold(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, object]]]:
+def cold(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     """Forget the runners; list those that are made, slowly enough for others to come in between."""
     made: list[tuple[str, object]] = []
     real = flash_mla.DecodeRunner
@@ -317,7 +316,7 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, object]]]:
 
     monkeypatch.setattr(flash_mla, "_runners", {})
     monkeypatch.setattr(flash_mla, "DecodeRunner", slow)
-    yield made
+    return made
 
 
 def test_threads_make_a_family_s_kernels_once(cold: list[tuple[str, object]]) -> None:
@@ -391,9 +390,25 @@ def test_torch_compile_before_there_is_a_kernel(
     assert torch.equal(got, layer(*tensors))
 
 
+def test_torch_compile_with_sizes_that_vary() -> None:
+    def layer(q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        width = cache[..., :512].shape[-1]
+        metadata, num_splits = get_mla_metadata(lengths, q.shape[1] * q.shape[2] // cache.shape[2], cache.shape[2])
+        return flash_mla_with_kvcache(q, cache, table, lengths, width, metadata, num_splits)[0] + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    call = arguments()
+    tensors = (call["q"], call["k_cache"], call["block_table"], call["cache_seqlens"])
+    for b, h_q in ((2, 16), (2, 7), (1, 7)):
+        some = (tensors[0][:b, :, :h_q], tensors[1], tensors[2][:b], tensors[3][:b])
+        assert torch.equal(compiled(*some), layer(*some))
+
+
 def test_tracing_makes_no_kernel(cold: list[tuple[str, object]]) -> None:
+    real = arguments()
     with FakeTensorMode() as mode:
-        call = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in arguments().items()}
+        call = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in real.items()}
         out, lse = flash_mla_with_kvcache(**call)
         assert (out.shape, out.dtype) == ((2, 1, 16, 512), torch.bfloat16)
         assert (lse.shape, lse.dtype) == ((2, 16, 1), torch.float32)
@@ -405,9 +420,7 @@ def test_tracing_makes_no_kernel(cold: list[tuple[str, object]]) -> None:
 def test_operator() -> None:
     call = arguments()
     tensors = (call["q"], call["k_cache"], call["block_table"], call["cache_seqlens"])
-    # Slots that hold NaN are no part of the test of schemas, which compares all arguments before and after.
-    cleaned = (tensors[0], tensors[1].nan_to_num(), *tensors[2:])
-    torch.library.opcheck(torch.ops.mlaforge.flash_mla, (*cleaned, 512, None, False))
+    torch.library.opcheck(torch.ops.mlaforge.flash_mla, (*tensors, 512, None, False))
 
 
 def test_readme_example() -> None:

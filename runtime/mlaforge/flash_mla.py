@@ -325,7 +325,7 @@ def _results(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tens
 # An operator of its own: what compiles and remembers kernels is then nothing that torch.compile would have to trace.
 torch.library.define(
     "mlaforge::flash_mla",
-    "(Tensor q, Tensor k_cache, Tensor block_table, Tensor cache_seqlens, int head_dim_v, float? softmax_scale,"
+    "(Tensor q, Tensor k_cache, Tensor block_table, Tensor cache_seqlens, SymInt head_dim_v, float? softmax_scale,"
     " bool causal) -> (Tensor, Tensor)",
 )
 
@@ -344,9 +344,8 @@ def _flash_mla(
     _backend("q", q)
     runner = _runner(family, q.device.type)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    out, lse = _results(q, head_dim_v)
     try:
-        runner.check_shapes(q, k_cache, block_table, cache_seqlens)
-        out, lse = _results(q, head_dim_v)
         runner.run(DecodeTensors(q, k_cache, block_table, cache_seqlens, out, lse), causal, scale)
     except ValueError as error:
         # The cache's name here.
