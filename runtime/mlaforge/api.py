@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +24,9 @@ from mlaforge.memory import loaded as loaded_memory
 from mlaforge.prefill import PrefillRunner
 from mlaforge.prefill import loaded as loaded_prefill
 from mlaforge.simulator import Simulator, SimulatorOptions
+
+if TYPE_CHECKING:
+    from mlaforge_generator.spec import Spec
 
 
 class MLA:
@@ -427,19 +431,37 @@ def load(spec: str | os.PathLike[str], *, device: str = "cuda", simulator: Simul
     if device not in ("cuda", "sim"):
         raise ValueError(f"device is {device!r}; it must be 'cuda' or 'sim'")
     path = Path(spec)
-    manifest = read_manifest(path if path.is_dir() else _generate(os.fspath(spec)))
+    manifest = read_manifest(path if path.is_dir() else generate_yaml(os.fspath(spec)))
     return MLA(manifest, Cuda() if device == "cuda" else Simulator(simulator or SimulatorOptions()))
 
 
-def _generate(spec: str) -> Path:
-    # The one place where the runtime reaches for the generator, and only for a user who passes YAML.
-    from mlaforge_generator.plan import make_plan
-    from mlaforge_generator.render import render
+# What follows is where the runtime reaches for the generator, and only for a user who passes no folder.
+
+
+def generate_yaml(spec: str) -> Path:
+    """Render a YAML file, or a shipped spec by its name, into the cache directory; give the folder.
+
+    Raises:
+        SpecError: the YAML has faults.
+    """
     from mlaforge_generator.resources import find_spec
     from mlaforge_generator.spec import load_spec
 
-    plan = make_plan(load_spec(find_spec(spec)))
-    return materialise(plan.spec.name, render(plan))
+    return _generate(load_spec(find_spec(spec)))
+
+
+def generate_tree(tree: dict[str, Any]) -> Path:
+    """Do the same with a spec that is plain data."""
+    from mlaforge_generator.spec import check_spec
+
+    return _generate(check_spec(tree))
+
+
+def _generate(spec: Spec) -> Path:
+    from mlaforge_generator.plan import make_plan
+    from mlaforge_generator.render import render
+
+    return materialise(spec.name, render(make_plan(spec)))
 
 
 def materialise(name: str, files: Mapping[str, str]) -> Path:

@@ -106,6 +106,15 @@ class DecodeRunner:
         self._kernels = LazyKernels(manifest, backend)
         self._kernels.get(manifest.decode)
 
+    def compile(self) -> None:
+        """Compile the narrower kernels now.
+
+        Raises:
+            CompileError: a kernel does not compile.
+        """
+        for kernel in self.manifest.narrow_decodes:
+            self._kernels.get(kernel)
+
     def check(self, tensors: DecodeTensors) -> _Shape:
         """Check all but the addresses; ValueError names the tensor, what it is and what it must be."""
         m = self.manifest
