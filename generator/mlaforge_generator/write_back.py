@@ -262,8 +262,7 @@ def threshold_remarks(result: Mapping[str, Any]) -> list[str]:
     others = ", ".join(f"{each} {rated[each]['mean']:.1%}" for each in rated if each != found)
     lines = [
         _where(result, _DISPATCH_HEAD),
-        f"{found} loses least against the faster way at each of {len(points)} points: {rated[found]['mean']:.1%} in "
-        f"the mean, {rated[found]['worst']:.1%} at most. Others, in the mean: {others}.",
+        f"{found}: {result['why']}. Others, in the mean: {others}.",
         f"Below: new tokens of a request: absorbed / decompressed, microseconds, medians of {_count(points)} graph "
         f"replays in turn, L2 overwritten before each; {result['spec']['heads']} heads.",
     ]

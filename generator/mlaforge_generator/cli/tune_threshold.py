@@ -141,11 +141,7 @@ def _show(source: Source, result: dict[str, Any], output: Output) -> None:
         # Of part of the grid another threshold might be the best.
         failures.append(f"what was measured is in {folder}, and no spec was written")
     else:
-        rated = next(each for each in result["thresholds"] if each["threshold"] == found)
-        output.tell(
-            f"found: {found}: {rated['mean']:.1%} mean loss against the faster way at each point, {rated['worst']:.1%} "
-            "at most"
-        )
+        output.tell(f"found: {found}: {result['why']}")
         edit = functools.partial(write_threshold, threshold=found, remarks=threshold_remarks(result))
         failures += output.write_spec(source, source.edited(edit))
     if output.as_json:
