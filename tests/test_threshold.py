@@ -105,7 +105,7 @@ def test_ways_that_do_not_cross() -> None:
     assert choose(never) == 0 and crossings(never) == [{"context": 0, "first": "decompressed", "crossings": []}]
     assert faster_words(crossings(always)[0]) == "absorbed faster throughout"
     assert explain(always, 2048).endswith("; more new tokens than that were not measured")
-    assert explain(never, 0).endswith("at each of 12 points, 0.0% in the mean and 0.0% at most")
+    assert explain(never, 0).endswith("at each of 15 points, 0.00% in the mean and 0.0% at most")
 
 
 def test_ways_that_cross_twice() -> None:
@@ -279,15 +279,17 @@ def test_a_run_from_points_to_tables() -> None:
     assert lines[0] == f"{POINTS[0]}: absorbed 1.0 us, decompressed 6.0 us"
 
     text = " ".join(text_of(result).split())
-    assert "5 0.0% 0.0% found" in text and "3 16.7% 50.0% 4 new tokens, context 0 the spec's own" in text
+    assert "5 0.00% 0.0% found" in text and f"3 {rated[3]['mean']:.2%} 50.0% 4 new tokens" in text
+    assert "context 0 the spec's own" in text
     assert "absorbed faster up to 6 tokens, then decompressed" in text and "9.0 (9.0..9.0) 6.0 (6.0..6.0) 1.500" in text
     assert "Failed" not in text
 
     told = threshold_remarks(result)
     assert told[0].startswith("Threshold measured by mlaforge ") and "a CPU & no GPU, driver 1.2, CUDA 13.0" in told[0]
+    others = ", ".join(f"{each} {rated[each]['mean']:.2%}" for each in (3, 128, 256, 512))
     assert told[1] == (
-        "5: the least loss against the faster way at each of 6 points, 0.0% in the mean and 0.0% at most. Others, in "
-        "the mean: 3 16.7%, 128 16.7%, 256 16.7%, 512 16.7%."
+        "5: the least loss against the faster way at each of 6 points, 0.00% in the mean and 0.0% at most. Others, in "
+        f"the mean: {others}."
     )
     assert "5 graph replays" in told[2] and "6 heads" in told[2]
     assert told[3] == (

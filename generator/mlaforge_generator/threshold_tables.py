@@ -38,14 +38,15 @@ def threshold_tables(result: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def _thresholds(result: Mapping[str, Any]) -> Table:
     rows = []
-    for each in sorted(result["thresholds"], key=lambda each: each["mean"]):
+    # The one that was found first, also where another loses no more.
+    for each in sorted(result["thresholds"], key=lambda each: (each["mean"], each["threshold"] != result["found"])):
         threshold = each["threshold"]
         is_found = threshold == result["found"]
         words = ["found"] if is_found else []
         words += ["the spec's own"] if threshold == result["spec"]["threshold"] else []
         at = "" if each["tokens"] is None else f"{each['tokens']:,} new tokens, context {each['context']:,}"
         style = "bold" if is_found else ""
-        figures = (f"{each['mean']:.1%}", f"{each['worst']:.1%}", at, ", ".join(words))
+        figures = (f"{each['mean']:.2%}", f"{each['worst']:.1%}", at, ", ".join(words))
         rows.append((Text(f"{threshold:,}", style=style), *figures))
     machine = result["machine"]
     return table(

@@ -259,7 +259,7 @@ def threshold_remarks(result: Mapping[str, Any]) -> list[str]:
     """
     found, points = result["found"], result["points"]
     rated = {each["threshold"]: each for each in result["thresholds"]}
-    others = ", ".join(f"{each} {rated[each]['mean']:.1%}" for each in rated if each != found)
+    others = ", ".join(f"{each} {rated[each]['mean']:.2%}" for each in rated if each != found)
     lines = [
         _where(result, _DISPATCH_HEAD),
         f"{found}: {result['why']}. Others, in the mean: {others}.",

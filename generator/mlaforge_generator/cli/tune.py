@@ -65,7 +65,7 @@ _OF_THRESHOLD = {"tokens": "--tokens", "contexts": "--contexts"}
     "--tokens",
     multiple=True,
     metavar="N,...",
-    help="With --threshold: new tokens of a request.  [default: powers of two from 1 to 2048]",
+    help="With --threshold: new tokens of a request.  [default: 1 to 2048, 15 numbers]",
 )
 @click.option(
     "--contexts",

@@ -43,7 +43,8 @@ ABSORBED, DECOMPRESSED = "absorbed", "decompressed"
 USUAL = (128, 256, 512)
 """Thresholds that are told beside the one that is found."""
 
-TOKENS = tuple(1 << n for n in range(12))
+# Denser where a threshold may be.
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048)
 CONTEXTS = (0, 1 << 10, 1 << 12, 1 << 14, 1 << 16)
 
 MOST_DIFFERENCE = 0.02
@@ -388,7 +389,7 @@ def explain(points: _Points, found: int) -> str:
     """Say why a threshold is the one that was chosen."""
     rated = rate(points, found)
     words = (
-        f"the least loss against the faster way at each of {len(points)} points, {rated['mean']:.1%} in the mean and "
+        f"the least loss against the faster way at each of {len(points)} points, {rated['mean']:.2%} in the mean and "
         f"{rated['worst']:.1%} at most"
     )
     most = max(point["tokens"] for point in points)
@@ -398,7 +399,7 @@ def explain(points: _Points, found: int) -> str:
 def _interpolated(points: _Points, most: int) -> list[float]:
     """Sum up, for each threshold from 0 to `most`, its losses at every number of tokens of each context.
 
-    They are weighted as the points are, which lie evenly in the logarithm: by the reciprocal of their number.
+    They are weighted by the reciprocal of the number of tokens: evenly in the logarithm, nearly as the points.
     """
     # Of each number of tokens, what absorbing loses there and what decompressing does.
     absorbing, decompressing = [0.0] * (most + 1), [0.0] * (most + 1)
