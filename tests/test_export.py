@@ -41,7 +41,7 @@ def run(*arguments: str | Path) -> Result:
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(spec=specs())
 def test_an_export_comes_back(tmp_path: Path, file: str, spec: Spec) -> None:
-    (tmp_path / file).write_text(WRITERS[file](make_plan(spec))[0])
+    (tmp_path / file).write_text(WRITERS[file](make_plan(spec)))
     result = import_file(tmp_path / file, {})
     assert result.spec == spec and result.notes == () and result.others == ()
 
@@ -55,8 +55,9 @@ def test_settings_of_every_kernel_come_back(tmp_path: Path, file: str) -> None:
         "prefill": {"tile_q": 128, "tile_kv": 128, "stages": 2},
     }
     tree["tensor_parallel"] = 8
+    tree["dispatch"] = {"prefill_absorption_threshold": 96}
     spec = Spec.model_validate(tree)
-    (tmp_path / file).write_text(WRITERS[file](make_plan(spec))[0])
+    (tmp_path / file).write_text(WRITERS[file](make_plan(spec)))
     assert import_file(tmp_path / file, {}).spec == spec
 
 
@@ -65,7 +66,7 @@ def test_the_fields_names(name: str) -> None:
     """Others' readers look for these."""
     spec = load_spec(find_spec(name))
     plan = make_plan(spec)
-    plugin = json.loads(write_plugin(plan)[0])["mla_plugin"]
+    plugin = json.loads(write_plugin(plan))["mla_plugin"]
     assert plugin == {
         "name": name,
         "num_heads": spec.model.num_attention_heads,
@@ -76,25 +77,24 @@ def test_the_fields_names(name: str) -> None:
         "num_stages": plan.decode.tile.stages,
         "page_size": 64,
         "enable_matrix_absorption": True,
+        "prefill_absorption_threshold": spec.dispatch.prefill_absorption_threshold,
         "rope_compute_dtype": "fp32",
         "kv_cache_dtype": "bf16",
     }
-    header = write_header(plan)[0]
+    header = write_header(plan)
     constants = dict(re.findall(r"^static const int (\w+) = (\d+);", header, re.MULTILINE))
     assert constants["kNumHeads"] == str(spec.model.num_attention_heads)
     assert constants["kHeadDimC"] == str(spec.model.qk_nope_head_dim)
     assert constants["kLatentKV"] == str(spec.model.kv_lora_rank)
     assert constants["kRopeDim"] == str(spec.model.qk_rope_head_dim)
     assert constants["kTileS"] == "64" and constants["kNumStages"] == str(plan.decode.tile.stages)
+    assert constants["kPrefillThresh"] == str(spec.dispatch.prefill_absorption_threshold)
 
 
 def test_the_command(tmp_path: Path) -> None:
-    for kind, file, left in (
-        ("trtllm-json", "minicpm3.json", "prefill_absorption_threshold: left out"),
-        ("c-header", "minicpm3.h", "kPrefillThresh: left out"),
-    ):
+    for kind, file in (("trtllm-json", "minicpm3.json"), ("c-header", "minicpm3.h")):
         result = run("export", "minicpm3", "--format", kind, "-o", tmp_path)
-        assert result.exit_code == 0 and result.stdout == f"{tmp_path / file}: written\n" and left in result.stderr
+        assert result.exit_code == 0 and result.stdout == f"{tmp_path / file}: written\n" and result.stderr == ""
         assert run("import", tmp_path / file, "-o", tmp_path / "back.yaml").exit_code == 0
         assert load_spec(tmp_path / "back.yaml") == load_spec(find_spec("minicpm3"))
     result = run("export", "minicpm3", "--format", "cmake", "-o", tmp_path)

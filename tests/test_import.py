@@ -425,7 +425,7 @@ PLUGIN = {
     "num_stages": 3,
     "page_size": 64,
     "enable_matrix_absorption": True,
-    "prefill_absorption_threshold": 256,
+    "prefill_absorption_threshold": 512,
     "rope_compute_dtype": "fp32",
     "kv_cache_dtype": "bfloat16",
 }
@@ -437,7 +437,7 @@ def test_a_plugins_json(tmp_path: Path) -> None:
     spec = result.spec
     assert (spec.name, spec.model.num_attention_heads, spec.d_qk, spec.d_v) == ("mine", 128, 576, 512)
     assert (spec.cache.dtype, spec.cache.page_size, spec.kernels.decode.stages) == ("bf16", 64, 3)
-    assert [note.field for note in result.notes] == ["mla_plugin.prefill_absorption_threshold"]
+    assert spec.dispatch.prefill_absorption_threshold == 512 and result.notes == ()
 
 
 def test_a_plugin_says_nothing_of_v(tmp_path: Path) -> None:
@@ -454,10 +454,7 @@ def test_what_our_kernels_can_not_have_is_told(tmp_path: Path) -> None:
         "vendor": [1],
     }
     result = imported(tmp_path, {"mla_plugin": {**PLUGIN, **changes}, "more": 1}, **V_HEAD_DIM)
-    assert {note.field.removeprefix("mla_plugin.") for note in result.notes} == {
-        *changes,
-        "prefill_absorption_threshold",
-    }
+    assert {note.field.removeprefix("mla_plugin.") for note in result.notes} == set(changes)
     assert result.others == ("more",)
     assert result.spec.kernels.decode.stages == "auto" and result.spec.kernels.decode.tile_tokens == 64
 
@@ -468,6 +465,7 @@ def test_what_our_kernels_can_not_have_is_told(tmp_path: Path) -> None:
         ({"kv_cache_dtype": "fp8"}, "mla_plugin.kv_cache_dtype"),
         ({"page_size": 48}, "mla_plugin.page_size"),
         ({"num_heads": "128"}, "mla_plugin.num_heads"),
+        ({"prefill_absorption_threshold": -1}, "mla_plugin.prefill_absorption_threshold"),
         ({"name": "MLA Plugin"}, "mla_plugin.name"),
         ({"name": "../../etc/cron.d/x"}, "mla_plugin.name"),
     ],
@@ -485,6 +483,7 @@ def test_faults_of_a_plugin(tmp_path: Path, change: dict[str, Any], field: str) 
         ({"cache": {"dtype": {"a": 1}}}, "mla_plugin.kv_cache_dtype"),
         ({"model.v_head_dim": 128}, "mlaforge.model.v_head_dim: unknown"),
         ({"kernels": {"decode": {"tile_tokens": 64}}}, "mla_plugin.tile_s"),
+        ({"dispatch": {"prefill_absorption_threshold": 512}}, "mla_plugin.prefill_absorption_threshold"),
         ({"zz": 1}, "mlaforge.zz"),
         (7, "mlaforge"),
     ],
@@ -518,7 +517,7 @@ enum : int { kRopeDim = 64, kHiddenDim = 7'168 };
 static_assert(kLatentKV == 512, "kNumLayers = 3;");
 #define kNumLayers 61
 const int kTileS = 64; const int kNumStages = 2;
-constexpr int kPrefillThresh = 256;
+constexpr int kPrefillThresh = 128;
 constexpr int kWarps = 4;
 constexpr char kVendor[] = "us";
 }
@@ -531,7 +530,8 @@ def test_a_header_of_constants(tmp_path: Path) -> None:
     model = result.spec.model
     assert tuple(getattr(model, name) for name in DIMS) == (128, 512, None, 128, 64, 128, 7168, 61)
     assert result.spec.kernels.decode.stages == 2
-    assert {note.field for note in result.notes} == {"kPrefillThresh", "kWarps", "kVendor"}
+    assert result.spec.dispatch.prefill_absorption_threshold == 128
+    assert {note.field for note in result.notes} == {"kWarps", "kVendor"}
 
 
 @pytest.mark.parametrize(
@@ -539,6 +539,8 @@ def test_a_header_of_constants(tmp_path: Path) -> None:
     [
         ("kNumHeads = 128", "kNumHeads = 2 * 64", "kNumHeads", "plain literal"),
         ("kNumHeads = 128", "kNumHeads = -128", "kNumHeads", "1 to 1024"),
+        ("kPrefillThresh = 128", "kPrefillThresh = 2000000", "kPrefillThresh", "0 to 1048576"),
+        ("kPrefillThresh = 128", "kPrefillThresh = sizeof(int)", "kPrefillThresh", "plain literal"),
         ("kNumHeads = 128", "kNumHeads = 128.0", "kNumHeads", "integer"),
         ("kNumHeads = 128", "kNumHeads = " + "1" * 5000, "kNumHeads", "plain literal"),
         ("kNumHeads = 128", "kNumHeads = 128, kNumHeads = 64", "kNumHeads", "twice"),

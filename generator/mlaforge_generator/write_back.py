@@ -1,4 +1,4 @@
-"""A tuned spec: the text of a spec as somebody wrote it, with fields of kernels.decode set and the measurements told.
+"""A tuned spec: the text of a spec as somebody wrote it, with fields set as they were measured, and the measurements.
 
 The measurements are comments. They are no part of what a spec means, so that the same choice gives the same kernels
 whatever was measured.
@@ -15,12 +15,10 @@ import yaml
 
 from .candidates import Value, with_settings
 from .errors import SpecError
-from .spec import parse_spec
+from .spec import Dispatch, Spec, parse_spec
 
-_PATH = ("kernels", "decode")
-_HEAD = "Tuned by mlaforge"
-# What an earlier run wrote: the line that begins so, and the lines behind it that are further in.
-_EARLIER = re.compile(rf"^[ \t]*# {_HEAD} [^\r\n]*(?:\r?\n|\Z)(?:[ \t]*#   [^\r\n]*(?:\r?\n|\Z))*", re.MULTILINE)
+_DECODE, _DISPATCH = ("kernels", "decode"), ("dispatch",)
+_DECODE_HEAD, _DISPATCH_HEAD = "Tuned by mlaforge", "Threshold measured by mlaforge"
 _LINE_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")
 _PLAIN = re.compile(r"[a-z][a-z0-9_]*")
 _WIDTH = 112
@@ -41,25 +39,48 @@ def write_back(text: str, settings: Mapping[str, Value], remarks: Sequence[str] 
     Raises:
         WriteBackError: the layout is one that can't be edited.
     """
-    expected = with_settings(parse_spec(text), settings)
+    return _write(text, _DECODE, settings, with_settings(parse_spec(text), settings), _DECODE_HEAD, remarks)
+
+
+def write_threshold(text: str, threshold: int, remarks: Sequence[str] = ()) -> str:
+    """Set dispatch.prefill_absorption_threshold in a spec's text, as `write_back` does the fields of kernels.decode.
+
+    Args:
+        text: a valid spec.
+        threshold: new tokens.
+        remarks: see `threshold_remarks`.
+
+    Raises:
+        WriteBackError: the layout is one that can't be edited.
+    """
+    settings: dict[str, Value] = {"prefill_absorption_threshold": threshold}
+    expected = parse_spec(text).model_copy(update={"dispatch": Dispatch.model_validate(settings)})
+    return _write(text, _DISPATCH, settings, expected, _DISPATCH_HEAD, remarks)
+
+
+def _write(
+    text: str, path: Sequence[str], settings: Mapping[str, Value], expected: Spec, head: str, remarks: Sequence[str]
+) -> str:
     mark = "\ufeff" if text.startswith("\ufeff") else ""
     old = text.removeprefix("\ufeff")
     if remarks:
-        old = _EARLIER.sub("", old)
-    new = mark + _Editor(old).edit(settings, remarks)
+        # What an earlier run wrote: the line that begins so, and the lines behind it that are further in.
+        earlier = rf"^[ \t]*# {head} [^\r\n]*(?:\r?\n|\Z)(?:[ \t]*#   [^\r\n]*(?:\r?\n|\Z))*"
+        old = re.sub(earlier, "", old, flags=re.MULTILINE)
+    new = mark + _Editor(old, path).edit(settings, remarks)
     try:
         if parse_spec(new) == expected:
             return new
     except SpecError:
         pass
-    raise WriteBackError(f"this layout can't be edited; write it yourself: kernels: {{decode: {_flow(settings)}}}")
+    raise WriteBackError(f"this layout can't be edited; write it yourself: {_nested(path, settings)}")
 
 
 class _Editor:
     """Changes of one text, applied from its end on, so that no change moves the place of another."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, path: Sequence[str]) -> None:
+        self.text, self.path = text, path
         found = _LINE_BREAK.search(text)
         self.newline = found.group() if found else "\n"
         self.changes: list[tuple[int, int, str]] = []
@@ -68,14 +89,14 @@ class _Editor:
         node: Any = yaml.compose(self.text, Loader=yaml.SafeLoader)
         # The innermost key that begins its line is where the remarks go.
         above = self._line_start(node.start_mark.index)
-        for depth, name in enumerate(_PATH):
+        for depth, name in enumerate(self.path):
             entry = _entry(node, name)
             if entry is None:
                 if node.flow_style:
-                    self._into_flow(node, [_nested(_PATH[depth:], settings)])
+                    self._into_flow(node, [_nested(self.path[depth:], settings)])
                     self._remark(above, remarks)
                 else:
-                    self._into_block(node, _lines(_PATH[depth:], settings), remarks, at_end=depth == 0)
+                    self._into_block(node, _lines(self.path[depth:], settings), remarks, at_end=depth == 0)
                 return self._applied()
             key, node = entry
             start = self._line_start(key.start_mark.index)
@@ -196,19 +217,15 @@ def tuned_remarks(result: Mapping[str, Any]) -> list[str]:
     Args:
         result: as `mlaforge.bench.tune` makes it, with a winner.
     """
-    winner, machine, versions = result["winner"], result["machine"], result["versions"]
+    winner = result["winner"]
     entries = {each["label"]: each for each in result["candidates"]}
     ranked = {each["label"] for each in result["ranking"]}
     planner = next((label for label in ranked if entries[label]["planner"]), None)
-    where = [machine.get("gpu", "")]
-    where += [f"{name} {machine[key]}" for name, key in (("driver", "driver"), ("CUDA", "cuda")) if machine.get(key)]
-    where.append(f"torch {versions['torch']}")
-    repeats = [case["repeats"] for case in result["cases"]]
-    count = f"{repeats[0]}" if min(repeats) == max(repeats) else f"{min(repeats)} to {max(repeats)}"
+    count = _count(result["cases"])
     beside = "" if planner in (None, winner) else f"; behind it that of the planner's own choice ({planner})"
     rivals = len(ranked) - 1
     lines = [
-        f"{_HEAD} {versions['mlaforge']} on {result['made'][:10]}: {', '.join(filter(None, where))}.",
+        _where(result, _DECODE_HEAD),
         f"{winner}: {result['why']}. Timed in turn with {rivals} other{'s' * (rivals != 1)}: {count} graph replays, L2 "
         f"overwritten before each; median (quartiles), microseconds{beside}.",
     ]
@@ -219,6 +236,56 @@ def tuned_remarks(result: Mapping[str, Any]) -> list[str]:
             line += f"; {_figures(case['kernels'][planner]['us'])}"
         lines.append(line)
     return lines
+
+
+def _where(result: Mapping[str, Any], head: str) -> str:
+    machine, versions = result["machine"], result["versions"]
+    where = [machine.get("gpu", "")]
+    where += [f"{name} {machine[key]}" for name, key in (("driver", "driver"), ("CUDA", "cuda")) if machine.get(key)]
+    where.append(f"torch {versions['torch']}")
+    return f"{head} {versions['mlaforge']} on {result['made'][:10]}: {', '.join(filter(None, where))}."
+
+
+def _count(cases: Sequence[Mapping[str, Any]]) -> str:
+    repeats = [case["repeats"] for case in cases]
+    return f"{repeats[0]}" if min(repeats) == max(repeats) else f"{min(repeats)} to {max(repeats)}"
+
+
+def threshold_remarks(result: Mapping[str, Any]) -> list[str]:
+    """Say where and how a threshold was measured, what it and others cost, and what both ways took at each point.
+
+    Args:
+        result: as `mlaforge.bench.threshold` makes it, with a threshold that was found.
+    """
+    found, points = result["found"], result["points"]
+    rated = {each["threshold"]: each for each in result["thresholds"]}
+    others = ", ".join(f"{each} {rated[each]['mean']:.2%}" for each in rated if each != found)
+    lines = [
+        _where(result, _DISPATCH_HEAD),
+        f"{found}: {result['why']}. Others, in the mean: {others}.",
+        f"Below: new tokens of a request: absorbed / decompressed, microseconds, medians of {_count(points)} graph "
+        f"replays in turn, L2 overwritten before each; {result['spec']['heads']} heads.",
+    ]
+    for each in result["contexts"]:
+        here = [point for point in points if point["context"] == each["context"]]
+        times = (
+            f"{point['tokens']}: {point['us']['absorbed']['median']:.1f} / {point['us']['decompressed']['median']:.1f}"
+            for point in here
+        )
+        lines.append(f"context {each['context']:,}, {faster_words(each)}: {', '.join(times)}")
+    return lines
+
+
+def faster_words(context: Mapping[str, Any]) -> str:
+    """Say which way is faster where, of one entry of a result's `contexts`."""
+    ways = ["absorbed", "decompressed"]
+    if context["first"] != ways[0]:
+        ways.reverse()
+    crossings = context["crossings"]
+    if not crossings:
+        return f"{ways[0]} faster throughout"
+    parts = [f"{ways[i % 2]} faster up to {at:.0f} tokens" for i, at in enumerate(crossings)]
+    return ", ".join([*parts, f"then {ways[len(crossings) % 2]}"])
 
 
 def _figures(us: Mapping[str, float]) -> str:

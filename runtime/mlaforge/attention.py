@@ -216,16 +216,31 @@ class MLAAttention(nn.Module):
             cos_sin_cache=self.tables.cos_sin,
             interleaved=config.rotation.interleaved if config.rotation is not None else None,
         )
-        out = q.new_empty((batch.total_tokens, self.num_heads, config.v_head_dim))
-        for group in batch.decode:
-            self._decode(q, kv_cache, group, out)
-        if batch.prefill is not None:
-            self._prefill(q, kv_cache, batch.prefill, out)
+        out = self.attend(q, kv_cache, batch)
         if config.output_gate is not None:
             gates: torch.Tensor = self.g_proj(hidden_states)
             out *= gates.sigmoid().view(batch.total_tokens, self.num_heads, -1)
         result: torch.Tensor = self.o_proj(out.flatten(1))
         return result
+
+    @torch.no_grad()
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Attend with queries of tokens that are cached already: the part of a call that depends on which way it goes.
+
+        Args:
+            q: (total_tokens, heads, qk_nope_head_dim + qk_rope_head_dim) of the cache's dtype, rotated.
+            kv_cache: as in a call, the new tokens in it.
+            batch: of this step.
+
+        Returns:
+            (total_tokens, heads, v_head_dim): what goes into the output's gate and o_proj.
+        """
+        out = q.new_empty((batch.total_tokens, self.num_heads, self.config.v_head_dim))
+        for group in batch.decode:
+            self._decode(q, kv_cache, group, out)
+        if batch.prefill is not None:
+            self._prefill(q, kv_cache, batch.prefill, out)
+        return out
 
     def _queries(self, hidden_states: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Give (total_tokens, heads, qk_nope_head_dim + qk_rope_head_dim), rotated."""

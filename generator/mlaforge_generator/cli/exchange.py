@@ -105,23 +105,22 @@ def export(spec: str, kind: str, output: Path) -> None:
     that a C++ project adds with CMake: the kernels as cubins in a library, and their launches as a C header.
     """
     (made,) = make_plans([spec])
-    files, notes = _export(made, kind)
+    files = _export(made, kind)
     for name, text in files.items():
         path = output / name
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8", newline="")
-    for note in notes:
-        click.echo(note, err=True)
     first = next(iter(files))
     where = output / made.spec.name if kind == "cmake" else output / first
     click.echo(f"{where}: {len(files)} files written" if kind == "cmake" else f"{where}: written")
 
 
-def _export(made: Plan, kind: str) -> tuple[Mapping[str, str], list[str]]:
-    """Give the files of an export, and what it leaves out."""
+def _export(made: Plan, kind: str) -> Mapping[str, str]:
+    """Give the files of an export, by their paths."""
     name = made.spec.name
     if kind == "cmake":
-        return {f"{name}/{path}": text for path, text in write_cmake(made).items()}, []
-    text, notes = write_plugin(made) if kind == "trtllm-json" else write_header(made)
-    return {f"{name}.{'json' if kind == 'trtllm-json' else 'h'}": text}, notes
+        return {f"{name}/{path}": text for path, text in write_cmake(made).items()}
+    if kind == "trtllm-json":
+        return {f"{name}.json": write_plugin(made)}
+    return {f"{name}.h": write_header(made)}

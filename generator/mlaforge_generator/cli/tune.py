@@ -1,9 +1,8 @@
-"""`tune`: the fastest of what a spec leaves open."""
+"""`tune`: the fastest of what a spec leaves open, or the threshold between a layer's two ways."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import re
 import tempfile
@@ -14,23 +13,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ..candidates import Sweep, Value, enumerate_candidates
 from ..emit import write_folder
 from ..errors import SpecError
+from ..plan import make_plan
 from ..resources import find_spec
 from ..spec import parse_spec
-from ..write_back import WriteBackError, tuned_remarks, write_back
+from ..write_back import tuned_remarks, write_back
 from ..yaml_source import read_bytes
 from . import devices
 from .group import COUNT, DeviceFailure, Failure, ToolchainFailure, UsageFailure, cli
 from .inputs import complete_spec, why_unknown
-from .output import WIDE, print_json, replace_text, status, steps, writing
+from .output import print_json, replace_text, status, steps, writing
+from .tune_threshold import Grid, require_both_ways, tune_threshold
+from .tuned import Output, Source, as_text, choose_gpu, first_error, open_gpu
 
 if TYPE_CHECKING:
     from mlaforge.bench.cases import Case
     from mlaforge.bench.tune import Candidate as TuneCandidate
     from mlaforge.bench.tune import Options as TuneOptions
+
+_OF_DECODE = {
+    "sweep": "--sweep",
+    "suites": "--suite",
+    "shapes": "--shapes",
+    "heads": "--heads",
+    "s_q": "--s-q",
+    "examples": "--examples",
+}
+_OF_THRESHOLD = {"tokens": "--tokens", "contexts": "--contexts"}
 
 
 @cli.command()
@@ -43,6 +56,23 @@ if TYPE_CHECKING:
     help="Where the tuned spec goes.  [default: NAME.yaml in the folder of --data]",
 )
 @click.option("--write", is_flag=True, help="Write the tuned spec over SPEC, which must be a file of yours.")
+@click.option(
+    "--threshold",
+    is_flag=True,
+    help="Find dispatch.prefill_absorption_threshold instead, by --tokens and --contexts.",
+)
+@click.option(
+    "--tokens",
+    multiple=True,
+    metavar="N,...",
+    help="With --threshold: new tokens of a request.  [default: 1 to 2048, 15 numbers]",
+)
+@click.option(
+    "--contexts",
+    multiple=True,
+    metavar="N,...",
+    help="With --threshold: tokens cached before.  [default: 0,1024,4096,16384,65536]",
+)
 @click.option("--sweep", metavar="FIELD,...", help="Fields of kernels.decode to sweep.  [default: those that are auto]")
 @click.option(
     "--suite",
@@ -75,12 +105,17 @@ if TYPE_CHECKING:
     "--data",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Where tune.json, tune.txt and tune.svg go.  [default: tune-NAME]",
+    help="Where tune.json, tune.txt and tune.svg go, or threshold.*.  [default: tune-NAME, threshold-NAME]",
 )
+@click.pass_context
 def tune(
+    context: click.Context,
     spec: str,
     output: Path | None,
     write: bool,
+    threshold: bool,
+    tokens: tuple[str, ...],
+    contexts: tuple[str, ...],
     sweep: str | None,
     suites: tuple[str, ...],
     shapes: tuple[str, ...],
@@ -103,12 +138,20 @@ def tune(
 
     A candidate whose results are wrong is named and excluded, and the exit code is 1. What can't be planned or compiled
     is listed with the reason. Ctrl-C keeps what was measured, but writes no spec.
+
+    With --threshold the two ways of an attention layer are timed instead, over new tokens of a request and contexts:
+    absorbed, by the decode kernel, and decompressed, by the prefill kernel, each with its products with W_UK and W_UV.
+    The threshold with the least mean loss against the faster way at each point goes into the spec, and is shown beside
+    128, 256 and 512.
     """
     started = time.perf_counter()
     if write and output is not None:
         raise click.UsageError("--write and --output exclude each other")
     if device == "sim":
         raise click.UsageError("--device sim: the simulator counts no time, and only a Hopper GPU can be tuned for")
+    for name, option in (_OF_DECODE if threshold else _OF_THRESHOLD).items():
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"{option} {'has no effect with' if threshold else 'needs'} --threshold")
     path = find_spec(spec)
     if reason := why_unknown(spec, path):
         raise UsageFailure(reason)
@@ -121,10 +164,21 @@ def tune(
         parsed = parse_spec(text, str(path))
     except SpecError as error:
         raise UsageFailure(str(error)) from None
-    folder = data or Path(f"tune-{parsed.name}")
+    folder = data or Path(f"{'threshold' if threshold else 'tune'}-{parsed.name}")
     target = path.resolve() if write else output or folder / f"{parsed.name}.yaml"
     if not write and target.resolve() == path.resolve():
         raise click.UsageError(f"{target} is the spec itself; say --write to change it")
+    source = Source(spec, path, parsed.name, text)
+    if threshold:
+        grid = Grid.parse(tokens, contexts, repeats, budget, seed)
+        try:
+            plan = make_plan(parsed)
+        except SpecError as error:
+            raise UsageFailure(str(error)) from None
+        require_both_ways(source, plan)
+        _require_gpu(device)
+        tune_threshold(source, plan, grid, device, started, Output(folder, target, as_json, over=write))
+        return
     cases = _tune_cases(suites, shapes, heads or (str(parsed.heads_per_rank),), s_q or ("1",))
     try:
         swept = enumerate_candidates(parsed, [name for name in (sweep or "").split(",") if name])
@@ -133,16 +187,19 @@ def tune(
     if not swept.buildable:
         reasons = dict.fromkeys(str(each.reason) for each in swept.candidates)
         raise UsageFailure("\n".join(f"{spec}: nothing can be built: {reason}" for reason in reasons))
-    source = _Source(spec, path, parsed.name, text)
     # Better now than when all is measured.
     _edited(source, swept.candidates[-1].settings)
-    devices.require_torch()
-    if reason := devices.why_no_hopper(device):
-        raise DeviceFailure(f"{reason}; tuning needs a Hopper GPU to time on, and the simulator counts no time")
+    _require_gpu(device)
     from mlaforge.bench.tune import Options
 
     options = Options(tuple(cases), repeats, budget, examples=examples, seed=seed)
-    _tune(source, swept, options, device, started, _TuneOutput(folder, target, as_json, over=write))
+    _tune(source, swept, options, device, started, Output(folder, target, as_json, over=write))
+
+
+def _require_gpu(device: str) -> None:
+    devices.require_torch()
+    if reason := devices.why_no_hopper(device):
+        raise DeviceFailure(f"{reason}; tuning needs a Hopper GPU to time on, and the simulator counts no time")
 
 
 def _tune_cases(suites: Sequence[str], shapes: Sequence[str], heads: Sequence[str], s_q: Sequence[str]) -> list[Case]:
@@ -160,56 +217,17 @@ def _tune_cases(suites: Sequence[str], shapes: Sequence[str], heads: Sequence[st
     return list(dict.fromkeys(case for suite in chosen for case in suite.cases))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """What is tuned."""
-
-    given: str
-    """As on the command line."""
-    path: Path
-    name: str
-    data: bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class _TuneOutput:
-    """Where results go."""
-
-    folder: Path
-    spec: Path
-    as_json: bool
-    over: bool
-    """Whether `spec` is the one that is tuned."""
-
-    def tell(self, line: str) -> None:
-        """Print progress."""
-        click.echo(line, err=self.as_json)
-
-
-def _tune(
-    source: _Source, swept: Sweep, options: TuneOptions, device_name: str, started: float, output: _TuneOutput
-) -> None:
-    import torch
-
-    from mlaforge.bench.power import Nvml, NvmlError
+def _tune(source: Source, swept: Sweep, options: TuneOptions, device_name: str, started: float, output: Output) -> None:
     from mlaforge.bench.session import BenchError
-    from mlaforge.bench.timing import Gpu
     from mlaforge.bench.tune import Tuning
 
-    index = torch.device(device_name).index
-    if index is not None:
-        torch.cuda.set_device(index)
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = choose_gpu(device_name)
     with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
         candidates = _build(swept, Path(scratch), output.tell)
     if all(each.mla is None for each in candidates):
         reasons = dict.fromkeys(f"{each.label}: {each.reason}" for each in candidates)
         raise ToolchainFailure("\n".join(reasons))
-    gpu = Gpu(device)
-    about: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "sms": gpu.sms}
-    # Of use, but not needed: power is not measured here.
-    with contextlib.suppress(NvmlError):
-        about |= Nvml(device).describe()
+    gpu, about = open_gpu(device)
     with writing(output.folder):
         output.folder.mkdir(parents=True, exist_ok=True)
     with steps() as (advance, total):
@@ -266,36 +284,24 @@ def _build(swept: Sweep, scratch: Path, tell: Callable[[str], None]) -> list[Tun
                                     "serialized": report.serialized,
                                 }
                     except CompileError as error:
-                        mla, reason = None, f"does not compile: {_first_error(error.log)}"
+                        mla, reason = None, f"does not compile: {first_error(error.log)}"
                 made.append(Candidate(each.label, each.settings, mla, reason, each.planner, reports, each.same))
         except ToolchainError as error:
             raise ToolchainFailure(str(error)) from None
     return made
 
 
-def _first_error(log: str) -> str:
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "no log")
-
-
-def _show_tune(source: _Source, result: dict[str, Any], output: _TuneOutput) -> None:
+def _show_tune(source: Source, result: dict[str, Any], output: Output) -> None:
     """Print and write the result, and fail if a candidate was wrong or the run was stopped."""
-    import io
-
-    from rich.console import Console
-
     from mlaforge.bench.tune_plot import to_svg
     from mlaforge.verify import Problem
 
     from ..tune_tables import tune_tables
 
     folder = output.folder
-    buffer = io.StringIO()
-    console = Console(file=buffer, highlight=False, width=WIDE)
-    for part in tune_tables(result):
-        console.print(part)
-    output.tell(buffer.getvalue())
-    files = {"tune.txt": buffer.getvalue()}
+    text = as_text(tune_tables(result))
+    output.tell(text)
+    files = {"tune.txt": text}
     if (picture := to_svg(result)) is not None:
         files["tune.svg"] = picture
     failures = []
@@ -306,8 +312,8 @@ def _show_tune(source: _Source, result: dict[str, Any], output: _TuneOutput) -> 
             files[name] = _edited(source, each["settings"])
             output.tell(f"reproduce: {Problem.parse(each['problem']).to_repro(str(folder / name))}")
             failures.append(f"{each['label']}: wrong results")
-    for name, text in files.items():
-        replace_text(folder / name, text)
+    for name, content in files.items():
+        replace_text(folder / name, content)
     output.tell(f"{folder}: {', '.join(sorted([*files, 'tune.json']))}")
     stopped, winner = result["stopped"], result["winner"]
     if stopped is not None:
@@ -317,23 +323,12 @@ def _show_tune(source: _Source, result: dict[str, Any], output: _TuneOutput) -> 
     else:
         output.tell(f"winner: {winner}: {result['why']}")
         settings = next(each["settings"] for each in result["candidates"] if each["label"] == winner)
-        tuned = _edited(source, settings, tuned_remarks(result))
-        target = output.spec
-        if output.over and source.path.read_bytes() != source.data:
-            target = folder / f"{source.name}.yaml"
-            failures.append(f"{source.given}: changed while it was tuned; the tuned spec is {target}")
-        with writing(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(target, tuned)
-        output.tell(f"{target}: written")
+        failures += output.write_spec(source, _edited(source, settings, tuned_remarks(result)))
     if output.as_json:
         print_json(result)
     if failures:
         raise Failure("\n".join(failures))
 
 
-def _edited(source: _Source, settings: Mapping[str, Value], remarks: Sequence[str] = ()) -> str:
-    try:
-        return write_back(source.data.decode("utf-8"), settings, remarks)
-    except WriteBackError as error:
-        raise UsageFailure(f"{source.given}: {error}") from None
+def _edited(source: Source, settings: Mapping[str, Value], remarks: Sequence[str] = ()) -> str:
+    return source.edited(lambda text: write_back(text, settings, remarks))

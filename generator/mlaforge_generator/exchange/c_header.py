@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import SpecError
 from ..plan import Plan
 from .draft import Draft, name_of, value_of
-from .plugin_json import PREFILL_THRESHOLD, put_tuning, trial_spec
+from .plugin_json import put_tuning, trial_spec
 
 _TILE, _STAGES = "kTileS", "kNumStages"
 _FIELDS: Mapping[str, str] = {
@@ -24,6 +24,7 @@ _FIELDS: Mapping[str, str] = {
     "kRopeDim": "model.qk_rope_head_dim",
     "kHiddenDim": "model.hidden_size",
     "kNumLayers": "model.num_hidden_layers",
+    "kPrefillThresh": "dispatch.prefill_absorption_threshold",
     # The field's names end here. What follows says the rest of a spec.
     "kName": "name",
     "kHeadDimV": "model.v_head_dim",
@@ -72,7 +73,7 @@ def read_header(text: str, filename: str, settings: Mapping[str, object]) -> Dra
     values: dict[str, Any] = {}
     for name, words in _definitions(text):
         value = _literal(words)
-        known = name in _FIELDS or name in (_TILE, _STAGES, "kPrefillThresh")
+        known = name in _FIELDS or name in (_TILE, _STAGES)
         if value is None:
             if known:
                 target = _FIELDS.get(name, name)
@@ -89,8 +90,6 @@ def read_header(text: str, filename: str, settings: Mapping[str, object]) -> Dra
     for name, value in values.items():
         if name in _FIELDS:
             draft.put(_FIELDS[name], value, name)
-        elif name == "kPrefillThresh":
-            draft.note(name, value, PREFILL_THRESHOLD)
         elif name not in (_TILE, _STAGES, _SCALE):
             if _CONSTANT.match(name):
                 draft.note(name, value, "not known here")
@@ -179,8 +178,8 @@ def _literal(words: list[str]) -> int | float | str | None:
     return None
 
 
-def write_header(plan: Plan) -> tuple[str, list[str]]:
-    """Write the header of a plan's spec; give it, and what a reader may look for that has no value."""
+def write_header(plan: Plan) -> str:
+    """Write the header of a plan's spec."""
     spec = plan.spec
     tree = spec.model_dump(exclude_none=True)
     guard = f"MLAFORGE_{spec.name.upper()}_CONSTANTS_H"
@@ -205,7 +204,7 @@ def write_header(plan: Plan) -> tuple[str, list[str]]:
         lines.append(_constant(name, value, target))
     lines.append(_constant(_SCALE, spec.softmax_scale, "what logits are multiplied with"))
     lines += ["", f"#endif  // {guard}"]
-    return "\n".join(lines) + "\n", [f"kPrefillThresh: left out: {PREFILL_THRESHOLD}"]
+    return "\n".join(lines) + "\n"
 
 
 def _value(tree: Mapping[str, Any], target: str) -> Any:

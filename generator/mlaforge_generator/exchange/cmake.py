@@ -22,7 +22,7 @@ def write_cmake(plan: Plan) -> dict[str, str]:
     return {
         "CMakeLists.txt": _cmake_lists(plan),
         "embed.cmake": _EMBED,
-        f"include/mlaforge/{name}_constants.h": write_header(plan)[0],
+        f"include/mlaforge/{name}_constants.h": write_header(plan),
         f"include/mlaforge/{name}_launch.h": launch_header(plan),
         **{f"kernels/{file}": text for file, text in render(plan).items()},
     }

@@ -26,13 +26,12 @@ _FIELDS: Mapping[str, str] = {
     "latent_kv_dim": "model.kv_lora_rank",
     "rope_dim": "model.qk_rope_head_dim",
     "page_size": "cache.page_size",
+    "prefill_absorption_threshold": "dispatch.prefill_absorption_threshold",
 }
 """Fields of a spec that are the plugin's under another name."""
 
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16"}
 _FLOAT32 = ("fp32", "float32", "float")
-
-PREFILL_THRESHOLD = "prefill and decode are kernels of their own, and the caller chooses"
 
 
 def read_plugin(tree: Mapping[str, Any], filename: str, settings: Mapping[str, object]) -> Draft:
@@ -56,8 +55,6 @@ def read_plugin(tree: Mapping[str, Any], filename: str, settings: Mapping[str, o
         elif name == "enable_matrix_absorption":
             if value is not True:
                 draft.note(source, value, "decode always absorbs the projections")
-        elif name == "prefill_absorption_threshold":
-            draft.note(source, value, PREFILL_THRESHOLD)
         elif name not in ("tile_s", "num_stages"):
             draft.note(source, value, "not known here")
     draft.others += [name_of(name) for name in tree if name not in (PLUGIN, _REST)]
@@ -123,21 +120,22 @@ def _plan(draft: Draft, settings: Mapping[str, object]) -> Plan | None:
         return None
 
 
-def write_plugin(plan: Plan) -> tuple[str, list[str]]:
-    """Write the JSON of a plan's spec; give it, and what a reader may look for that has no value."""
+def write_plugin(plan: Plan) -> str:
+    """Write the JSON of a plan's spec."""
     spec = plan.spec
     tree = spec.model_dump(exclude_none=True)
-    plugin: dict[str, Any] = {name: _take(tree, target) for name, target in _FIELDS.items() if name != "page_size"}
+    first = ("name", "num_heads", "head_dim_content", "latent_kv_dim", "rope_dim")
+    plugin: dict[str, Any] = {name: _take(tree, _FIELDS[name]) for name in first}
     plugin["tile_s"] = _take(tree, "kernels.decode.tile_tokens")
     plugin["num_stages"] = plan.decode.tile.stages if spec.kernels.decode.stages == "auto" else None
     if plugin["num_stages"] is None:
         plugin["num_stages"] = _take(tree, "kernels.decode.stages")
-    plugin["page_size"] = _take(tree, "cache.page_size")
+    plugin["page_size"] = _take(tree, _FIELDS["page_size"])
     plugin["enable_matrix_absorption"] = True
+    plugin["prefill_absorption_threshold"] = _take(tree, _FIELDS["prefill_absorption_threshold"])
     plugin["rope_compute_dtype"] = "fp32"
     plugin["kv_cache_dtype"] = _take(tree, "cache.dtype")
-    text = json.dumps({PLUGIN: plugin, _REST: _without_empty(tree)}, indent=2) + "\n"
-    return text, [f"prefill_absorption_threshold: left out: {PREFILL_THRESHOLD}"]
+    return json.dumps({PLUGIN: plugin, _REST: _without_empty(tree)}, indent=2) + "\n"
 
 
 def _take(tree: dict[str, Any], target: str) -> Any:

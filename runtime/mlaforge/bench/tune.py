@@ -293,28 +293,64 @@ class Tuning:
         return errors.ok
 
     def _time(self, calls: Mapping[str, Timed], begun: float) -> dict[str, list[float]]:
-        """Time calls in turn; one untimed round brings the clock up, and says how long a round takes."""
         options = self.options
-        try:
-            start = time.perf_counter()
-            self.device.time(calls, 1)
-            repeats = options.repeats
-            if options.budget is not None:
-                repeats = affordable_repeats(
-                    repeats,
-                    options.budget - (time.perf_counter() - self._start),
-                    max(len(options.cases) - len(self.result["cases"]), 1),
-                    round_seconds=time.perf_counter() - start,
-                    overhead=start - begun,
-                    rest=options.rest,
-                )
-                if repeats < options.repeats:
-                    self._report(f"{repeats} instead of {options.repeats} repeats, to keep the budget")
-            sleep(options.rest)
-            self.device.time(calls, 1)
-            return self.device.time(calls, repeats)
-        except Exception as error:
-            raise BenchError(f"timing {', '.join(calls)}: {one_line(error)}") from error
+        return time_in_turn(
+            self.device,
+            calls,
+            options.repeats,
+            begun=begun,
+            deadline=None if options.budget is None else self._start + options.budget,
+            cases_left=max(len(options.cases) - len(self.result["cases"]), 1),
+            rest=options.rest,
+            report=self._report,
+        )
+
+
+def time_in_turn(
+    device: Device,
+    calls: Mapping[str, Timed],
+    repeats: int,
+    *,
+    begun: float,
+    deadline: float | None,
+    cases_left: int,
+    rest: float,
+    report: Callable[[str], None],
+) -> dict[str, list[float]]:
+    """Time calls in turn; one untimed round brings the clock up, and says how long a round takes.
+
+    Args:
+        device: where they run.
+        calls: ready to be timed.
+        repeats: rounds, fewer if the deadline asks for it.
+        begun: when the case began by `time.perf_counter`.
+        deadline: when the whole run should end; None if there is no hurry.
+        cases_left: this one among them.
+        rest: seconds without work before the rounds that count.
+        report: is told if there are fewer rounds.
+
+    Returns:
+        Of each call its times, microseconds.
+
+    Raises:
+        BenchError: a call can't be timed.
+    """
+    try:
+        start = time.perf_counter()
+        device.time(calls, 1)
+        wanted = repeats
+        if deadline is not None:
+            now = time.perf_counter()
+            repeats = affordable_repeats(
+                wanted, deadline - now, cases_left, round_seconds=now - start, overhead=start - begun, rest=rest
+            )
+            if repeats < wanted:
+                report(f"{repeats} instead of {wanted} repeats, to keep the budget")
+        sleep(rest)
+        device.time(calls, 1)
+        return device.time(calls, repeats)
+    except Exception as error:
+        raise BenchError(f"timing {', '.join(calls)}: {one_line(error)}") from error
 
 
 def _as_problem(case: Case) -> Problem:
