@@ -16,8 +16,7 @@ What kernels want of a row, and how the rows give it:
   other, so that all but the sectors at its ends are read whole.
 - The latent comes first, in its own order, in whole boxes of 128 bytes (of nvfp4, R = 128 and 384 leave one of 64). A
   tensor map of uint8, {row_bytes, tokens} with a swizzle of 128 bytes, loads it box after box; in shared memory a box
-  of e4m3 is the K-major operand of an FP8 WGMMA as it lies there. RoPE is a box of 128 or 64 bytes (2 D or D of
-  them).
+  of e4m3 is the K-major operand of an FP8 WGMMA as it lies there. RoPE is one more box, of 2 D or D bytes.
 - Scales are a section of their own and never lie between elements, so that the boxes hold nothing but operands. A box
   as wide as the section, without swizzle, brings the scales of a tile of tokens as a dense array. They end the row,
   which keeps latent and RoPE one run of boxes; fp8_ds_mla alone has them in the middle, since its rows are other

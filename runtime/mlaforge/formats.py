@@ -39,7 +39,7 @@ Bounds of the error |y - x| of an element y = dequantise(quantise(x)), but for t
 
 - e4m3 has 3 bits behind the point: half a step is at most 1/17 of |x|, and 2^-10 of the scale below the normal
   numbers. fp8_e4m3: max(|x| / 17, 2^-10 scale, |x| - 448 scale). By token or tile: max(|x| / 17, 2^-10 scale), and
-  amax / 28, which is half a step of the upper half of the range, 16 scale.
+  amax / 28 where amax is at least 448 x 2^-126: half a step of the upper half of the range is 16 scale.
 - e2m1 has 1 bit: half a step is at most 1/5 of |x|, and 1/4 of the scale below 1. With scale = block x tensor the
   bound is max(|x| / 5, scale / 4, |x| - 6 scale). The block's scale is rounded, too, by 1/17 at most where it is a
   normal number: rounded down the largest element saturates, which costs 1/17 of it; rounded up a step is longer, and
@@ -62,7 +62,6 @@ from dataclasses import dataclass
 import torch
 
 from mlaforge.arguments import shape_of
-from mlaforge.reference import cosine_difference, decode_reference
 from mlaforge_generator.cache_layout import LAYOUTS, CacheLayout
 
 E4M3_MAX = 448.0
@@ -339,46 +338,3 @@ NVFP4 = _Nvfp4(LAYOUTS["nvfp4"])
 
 FORMATS: dict[str, Format] = {each.name: each for each in (FP8_E4M3, FP8_E4M3_TOKEN, FP8_DS_MLA, NVFP4)}
 """By name."""
-
-
-@dataclass(frozen=True)
-class AttentionError:
-    """What a cache's rounding does to attention; all else is float64."""
-
-    out_rms: float
-    """Root of the mean square of the errors of `out`, over that of `out`."""
-    out_max: float
-    """Largest error of an element of `out`, over the largest magnitude in it."""
-    out_cosine: float
-    """1 - 2 sum(xy) / sum(x^2 + y^2) over `out`."""
-    lse_max: float
-    """Largest error of an lse."""
-
-
-def attention_error(
-    q: torch.Tensor, cache: torch.Tensor, rounded: torch.Tensor, *, d_v: int, softmax_scale: float
-) -> AttentionError:
-    """Compare absorbed attention over a cache with that over the same cache, rounded; both in float64.
-
-    Args:
-        q: (b, s_q, h_q, d_qk).
-        cache: (b, tokens, d_qk): latent, then rotary part.
-        rounded: as cache.
-        d_v: columns of V.
-        softmax_scale: factor of the scores.
-    """
-    b, tokens, _ = cache.shape
-    table = torch.arange(b, device=q.device).unsqueeze(1)
-    lengths = torch.full((b,), tokens, device=q.device)
-
-    def attend(each: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return decode_reference(q, each, table, lengths, d_v=d_v, softmax_scale=softmax_scale)
-
-    (out, lse), (near_out, near_lse) = attend(cache), attend(rounded)
-    error = near_out - out
-    return AttentionError(
-        out_rms=float((error.square().mean() / out.square().mean()).sqrt()),
-        out_max=float(error.abs().max() / out.abs().max()),
-        out_cosine=cosine_difference(out, near_out),
-        lse_max=float((near_lse - lse).abs().max()),
-    )
