@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import struct
@@ -60,7 +61,8 @@ def e2m1_value(code: int) -> Fraction:
 def nearest(x: float, values: list[Fraction]) -> int:
     """Give the code of the nearest value, of the even code in a tie; `values` are magnitudes by code."""
     size = Fraction(min(abs(x), float(values[-1])))
-    return min(range(len(values)), key=lambda i: (abs(values[i] - size), i % 2))
+    above = bisect.bisect_left(values, size)
+    return min((max(above - 1, 0), above), key=lambda i: (abs(values[i] - size), i % 2))
 
 
 E4M3 = [value for code in range(128) if (value := e4m3_value(code)) is not None]
@@ -95,7 +97,7 @@ def tokens(kind: str, seed: int, n: int, width: int) -> torch.Tensor:
 kinds = st.sampled_from(["normal", "outliers", "wide", "tiny", "zeros"])
 seeds = st.integers(0, 1 << 30)
 pairs = st.sampled_from([*PAIRS, (128, 16), (384, 48)])
-# Powers of two and others; 2^-7 and 100 are what vLLM's tests end at.
+# Powers of two and others.
 scales = st.sampled_from([1.0, 2.0**-7, 100.0, 0.3, 1 / 448]) | st.floats(2.0**-7, 100.0)
 
 
@@ -226,7 +228,7 @@ def test_codes_of_nan() -> None:
 
 
 def row_by_definition(name: str, row: bytes, rank: int, rope: int, scale: float) -> tuple[list[float], list[float]]:
-    """Read one row's bytes by exact arithmetic, with offsets written out; sections end where README and notes say."""
+    """Read one row's bytes by exact arithmetic, with offsets written out; none of them is the layout's own."""
 
     def e4m3(code: int) -> Fraction:
         value = e4m3_value(code)
@@ -278,6 +280,42 @@ def test_rows_are_read_by_definition(fmt: Format, seed: int, kind: str, pair: tu
     half = fmt.dequantise(rows, *pair, scale_for(fmt, scale), torch.bfloat16)
     assert torch.equal(half[0], near[0].bfloat16())
     assert torch.equal(half[1], near[1].bfloat16())
+
+
+def divided(x: float, y: float) -> float:
+    """Divide two float32 numbers, rounded to float32: a quotient in float64 is close enough to round again."""
+    return float(torch.tensor(x / y, dtype=torch.float64).float())
+
+
+@given(seeds, st.sampled_from([FP8_E4M3, FP8_E4M3_TOKEN, FP8_DS_MLA]), st.floats(2.0**-7, 100.0, width=32))
+def test_codes_of_e4m3_by_definition(seed: int, fmt: Format, scale: float) -> None:
+    # Elements that are, or nearly are, ties under their scale show every other way to divide.
+    ties = torch.tensor([float(a + b) / 2 for a, b in itertools.pairwise(E4M3)])
+    generator = torch.Generator().manual_seed(seed)
+    x = ties[torch.randint(len(ties), (128,), generator=generator)] * scale
+    x[0] = 448 * scale
+    rows = fmt.quantise(x, scale=scale_for(fmt, scale))
+    if fmt is not FP8_E4M3:
+        scale = divided(float(x[0]), 448)
+        assert struct.unpack_from("<f", bytes(rows.tolist()), 128) == (scale,)
+    assert rows[:128].tolist() == [nearest(divided(each, scale), E4M3) for each in x.tolist()]
+
+
+@given(seeds, scales)
+def test_codes_of_nvfp4_by_definition(seed: int, scale: float) -> None:
+    scale = float(torch.tensor(scale, dtype=torch.float32))
+    ties = torch.tensor([float(a + b) / 2 for a, b in itertools.pairwise(E2M1)])
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.rand((8, 1), generator=generator) * 40
+    x = ties[torch.randint(len(ties), (8, 16), generator=generator)] * sizes.to(torch.float8_e4m3fn).float() * scale
+    x[:, 0] = 6 * sizes[:, 0] * scale
+    row = bytes(NVFP4.quantise(x.flatten(), scale=scale).tolist())
+    for i, block in enumerate(x.tolist()):
+        code = nearest(divided(max(block), float(torch.tensor(6 * scale, dtype=torch.float32))), E4M3)
+        assert row[64 + i] == max(code, 1)
+        whole = float(torch.tensor(float(E4M3[row[64 + i]]) * scale, dtype=torch.float32))
+        want = [nearest(divided(each, whole), E2M1) for each in block]
+        assert [row[8 * i + j // 2] >> 4 * (j % 2) & 15 for j in range(16)] == want
 
 
 def e4m3_bound(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -429,7 +467,7 @@ def test_no_finite_input_gives_nan(fmt: Format, scale: float) -> None:
     for size in sizes:
         x = torch.linspace(-1, 1, 128 + 16)[None] * size
         latent, rope = fmt.round_trip(x[:, :128], x[:, 128:], scale_for(fmt, scale))
-        assert bool(latent.isfinite().all())
+        assert bool(latent.float().isfinite().all())
         # bf16 has no number for the last of float32; they are rounded to infinity, as any conversion does.
         assert not rope.isnan().any()
         assert bool((latent * x[:, :128] >= 0).all())
@@ -536,6 +574,11 @@ def test_any_shape_and_strides(fmt: Format) -> None:
     got = fmt.dequantise(spread[..., 1 : 1 + rows.shape[-1]], 128, 16, scale)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
+    # One row is contiguous where it lies.
+    odd = torch.cat([rows.new_zeros(1), rows[1, 2, 3]])[1:]
+    got = fmt.dequantise(odd, 128, 16, scale)
+    assert torch.equal(got[0], want[0][1, 2, 3])
+    assert torch.equal(got[1], want[1][1, 2, 3])
     assert fmt.quantise(x[:0, ..., :128], x[:0, ..., 128:], scale).shape == (0, 3, 5, rows.shape[-1])
     empty, none = fmt.dequantise(rows[:0], 128, 16, scale)
     assert (empty.shape, none.shape) == ((0, 3, 5, 128), (0, 3, 5, 16))
