@@ -12,7 +12,8 @@ is fast. It runs on any device, and gives the same bytes on all of them.
 
 Quantising, step by step in float32, each step rounded to nearest even, so that a kernel can give the same bytes:
 
-- Input of another type becomes float32 first. bf16 and float16 do so exactly.
+- Input of another type becomes float32 first. bf16 and float16 do so exactly. What a kernel has normalised or rotated
+  on the way is float32 already, and is not rounded to bf16 in between.
 - A scale in a row is the largest magnitude under it (amax) divided by 448 (of nvfp4 by the product 6 x tensor), and
   at least 2^-126 (of nvfp4 2^-9): the least normal float32 and the least e4m3. So no scale is 0, all zeros give
   zeros, and nothing divides by zero.
