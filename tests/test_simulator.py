@@ -134,17 +134,12 @@ def test_same_results_as_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch)
         assert different < 0.05, f"{different:.1%} of the elements differ in their last bit"
 
 
-def test_warps_share_the_merge_of_many_splits(tmp_path: Path) -> None:
-    """As it is with more splits than a warp loads at once: here it loads two."""
-    folder = shutil.copytree(GENERATED / "deepseek_v3", tmp_path / "deepseek_v3")
-    text = (folder / "splits.cuh").read_text()
-    assert "kMergeLoads = 18;" in text
-    (folder / "splits.cuh").write_text(text.replace("kMergeLoads = 18;", "kMergeLoads = 2;"))
-    mla = mlaforge.load(folder, device="sim")
-    for seed, problem in enumerate((Problem(lengths=(700,), h_q=16), Problem(lengths=(300, 90), h_q=65)) * 2):
-        mla.backend.options = SimulatorOptions(seed=seed, sms=6, mode=MODES[seed % 3])
-        errors = run_problem(mla, problem, "cpu")
-        assert errors.ok, f"{problem.to_repro(mla.manifest.name)} --device sim: {errors.failures}"
+def test_more_parts_share_a_request_than_a_warp_has_lanes() -> None:
+    """The lanes of a warp bring the partial results, and weigh them, one each at a time."""
+    mla = simulated(GENERATED / "deepseek_v3")
+    mla.backend.options = SimulatorOptions(sms=35)
+    errors = run_problem(mla, Problem(lengths=(35 * 64 - 7,), h_q=3), "cpu")
+    assert errors.ok, errors.failures
 
 
 def test_input_out_of_bounds_is_reported() -> None:
