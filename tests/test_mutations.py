@@ -100,7 +100,7 @@ MUTATIONS = (
     Mutation("partial results are merged before all are there", "while (load_global_acquire(arrived) < split.splits) {\n      }", "", "by another block of this kernel", file="splits.cuh"),
     Mutation("a part does not say that it has stored", "if (split.request >= 0) atomic_add_acq_rel(counter(split.first_part), 1);", "", DEADLOCK, file="splits.cuh"),
     Mutation("a part says so before its other warpgroup has stored", "named_barrier_sync(Barrier, kMergeThreads);", "", "by another block of this kernel", file="splits.cuh", behind="const auto counter = "),
-    Mutation("only one thread has waited for the others' results", "named_barrier_sync(Barrier, kMergeThreads);", "", "by another block of this kernel", file="splits.cuh", behind="store_global(arrived, 0);"),
+    Mutation("only one thread has waited for the others' results", "named_barrier_sync(Barrier, kMergeThreads);", "", f"{RACE}|by another block of this kernel", file="splits.cuh", behind="store_global(arrived, 0);"),
     Mutation("the counter does not go back to zero", "store_global(arrived, 0)", "store_global(arrived, 1)", LEFT, file="splits.cuh"),
     Mutation("weights are used before they are there", "named_barrier_sync(Barrier, kMergeThreads);", "", RACE, file="splits.cuh", behind="(max + log2_approx(sum)) * kLn2);"),
     Mutation("a share begins a unit late", "quotient(units * k, split.splits)", "quotient(units * k, split.splits) + 1", WRONG, file="splits.cuh"),
