@@ -30,8 +30,7 @@ def test_a_small_bench(tmp_path: Path) -> None:
         kernels = entry["kernels"]
         # Torch is there wherever we are, and no other function.
         assert kernels["torch"]["check"]["cosine"] < 1e-4 and entry["ratio"] > 0 and 0 < entry["of_gemm"] < 1
-        assert kernels[OURS]["launch"] == kernels["torch"]["launch"] == "graph"
-        assert kernels[OURS]["us"]["count"] == 10
+        assert kernels[OURS]["launch"] == "graph" and kernels[OURS]["us"]["count"] == 10
     assert len(made["memory"]) == 5
     for entry in made["memory"]:
         assert 0.5 < entry["of_copy"] < 1.3 and 1_000 < entry["kernels"][COPY]["GBps"] < 10_000
