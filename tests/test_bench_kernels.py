@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import mlaforge
 from mlaforge.bench import session as sessions
 from mlaforge.bench.cases import (
     PREFILL,
@@ -180,6 +181,18 @@ def test_bytes_are_what_is_read_and_written() -> None:
     assert sizes["merge_value"] == 3 * 640 * HEADS * (128 * 2 + 4)
     run, moved = copy_call(1001, CPU)
     assert moved == 1000 and run().numel() == 250
+
+
+def test_calls_fit_the_kernels_themselves() -> None:
+    """Under the simulator, which checks arguments as a GPU's call does."""
+    mla = mlaforge.load("deepseek_v3", device="sim")
+    for case in memory_cases(20):
+        call = memory_call(mla, case, CPU, 0)
+        assert call.check(call.run()) is None, case
+    given = make_prefill(mla.manifest, PrefillCase(2, 30, 2), CPU, 0)
+    scale = mla.manifest.softmax_scale
+    want = attend(given.q, given.k, given.v, given.cu_seqlens, scale).view(2, 30, 2, 128)
+    assert difference(prefill_call(mla, given)(), want)[0] < 1e-5
 
 
 # ---- A whole run -----------------------------------------------------------------------------------------------------
