@@ -21,15 +21,26 @@ import torch
 from click.testing import CliRunner
 
 from mlaforge.bench import session as sessions
-from mlaforge.bench.cases import SUITES, Case, Stats, choose_suites, geometric_mean, parse_counts, parse_shapes
+from mlaforge.bench.cases import (
+    SUITE_NAMES,
+    SUITES,
+    Case,
+    Stats,
+    choose_suites,
+    geometric_mean,
+    parse_counts,
+    parse_shapes,
+)
 from mlaforge.bench.machine import EnergyTable, Machine, StreamShape, energy_source, measure_energy, operand_bytes
 from mlaforge.bench.peers import PEERS, Problem, Run, one_line
 from mlaforge.bench.power import Nvml, NvmlError, Reading, frequent_reasons, mean_watts, sustain
+from mlaforge.bench.prefill import PREFILL_PEERS
 from mlaforge.bench.roofline import to_svg
 from mlaforge.bench.session import OURS, BenchError, Options, Session, difference
 from mlaforge.bench.timing import Launch, Timed
 from mlaforge.compiler import compile_kernel
-from mlaforge.reference import decode_reference
+from mlaforge.memory_reference import append_reference, gather_reference, merge_reference
+from mlaforge.reference import decode_reference, prefill_reference
 from mlaforge.simulator import Simulator, SimulatorOptions
 from mlaforge_generator import cli
 from mlaforge_generator.bench_tables import bench_tables
@@ -156,7 +167,12 @@ class Ours:
     """Our kernels, by the reference."""
 
     manifest: Any = SimpleNamespace(
-        name="tiny", d_qk=576, d_v=512, softmax_scale=SCALE, cache=SimpleNamespace(dtype="bf16", page_size=PAGE)
+        name="tiny",
+        d_qk=576,
+        d_v=512,
+        softmax_scale=SCALE,
+        cache=SimpleNamespace(dtype="bf16", page_size=PAGE),
+        model={"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     )
 
     def decode(self, q: Any, kv_cache: Any, block_table: Any, cache_seqlens: Any, **options: Any) -> Any:
@@ -164,6 +180,23 @@ class Ours:
         options["out"].copy_(out)
         options["lse"].copy_(lse)
         return options["out"], options["lse"]
+
+    def prefill(self, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **options: Any) -> Any:
+        scale, causal = options["softmax_scale"], options["causal"]
+        out, lse = prefill_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=scale, causal=causal)
+        return options["out"].copy_(out), options["lse"].copy_(lse)
+
+    def gather(self, kv_cache: Any, block_table: Any, cu_seqlens: Any, **options: Any) -> Any:
+        out = options["out"]
+        return out.copy_(gather_reference(kv_cache, block_table, cu_seqlens, options["seq_starts"], out))
+
+    def append(self, c_kv: Any, k_rope: Any, kv_cache: Any, slot_mapping: Any, **options: Any) -> None:
+        rows = append_reference(c_kv, k_rope, **options)
+        kv_cache.flatten(0, 1)[slot_mapping] = rows.to(kv_cache.dtype)
+
+    def merge(self, out1: Any, lse1: Any, out2: Any, lse2: Any, **options: Any) -> Any:
+        out, lse = merge_reference(out1, lse1, out2, lse2)
+        return options["out"].copy_(out), options["lse"].copy_(lse)
 
 
 def attend(q: Any, cache: Any, table: Any, lengths: Any, *, causal: bool, scale: float = SCALE) -> Any:
@@ -802,6 +835,8 @@ def run(*arguments: str) -> Any:
         (["--suite", "burst,bust"], "'bust' is no suite"),
         (["--shapes", "128"], "BATCHxTOKENS"),
         (["--heads", "0"], "positive"),
+        (["--suite", "memory", "--shapes", "1x64"], "shapes can't be chosen for memory"),
+        (["--suite", "prefill,memory", "--s-q", "2"], "query tokens can't be chosen for prefill, memory"),
         (["--peers", "flashmla,nobody"], "no such peer: nobody"),
         (["--repeats", "0"], "--repeats"),
     ],
@@ -813,7 +848,7 @@ def test_wrong_arguments_are_told_before_anything_else(arguments: list[str], mes
 
 def test_help_names_suites_and_peers() -> None:
     text = " ".join(run("--help").stdout.split())
-    for name in (*SUITES, *PEERS):
+    for name in (*SUITE_NAMES, *PEERS, *PREFILL_PEERS):
         assert name in text, name
 
 
@@ -832,9 +867,8 @@ def test_a_plan_predicts_energy() -> None:
     assert "nJ/token" in text and "predicted" in text
 
 
-def test_the_bench_of_the_command_line_writes_data_tables_and_plots(
-    fakes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def play_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command line find a GPU, on which our kernels are the references; there are no ceilings."""
     import mlaforge
     from mlaforge.bench import machine, power, timing
     from mlaforge.manifest import read_manifest
@@ -868,8 +902,16 @@ def test_the_bench_of_the_command_line_writes_data_tables_and_plots(
     monkeypatch.setattr(timing, "Gpu", Gpu)
     monkeypatch.setattr(power, "Nvml", Meter)
     monkeypatch.setattr(sessions, "Session", NoCeilings)
+
+
+def test_the_bench_of_the_command_line_writes_data_tables_and_plots(
+    fakes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    play_gpu(monkeypatch)
     out = tmp_path / "out"
     monkeypatch.setattr(sessions, "SCALE", SCALE, raising=False)
+    from mlaforge.manifest import read_manifest
+
     folder = str(ROOT / "generated" / "deepseek_v3")
     monkeypatch.setattr(sys.modules[__name__], "SCALE", read_manifest(Path(folder)).softmax_scale)
     result = run(folder, "--shapes", "1x100", "--heads", "8", "--repeats", "5", "--peers", "flashmla", "-o", str(out))

@@ -13,7 +13,7 @@ from .tables import table
 
 
 def bench_tables(result: Mapping[str, Any], ours: str) -> Iterator[RenderableType]:
-    """Give the tables of a result, as far as it goes: machine, burst, sustained, energy, peers without a figure.
+    """Give the tables of a result, as far as it goes: machine, suites, energy, peers without a figure.
 
     Args:
         result: as `mlaforge.bench.session` makes it.
@@ -36,13 +36,21 @@ def bench_tables(result: Mapping[str, Any], ours: str) -> Iterator[RenderableTyp
             ("ratio>", "least>", "energy>"),
             result["summary"].get("sustained", ()),
         )
+    if result["prefill"]:
+        yield _prefill(result["prefill"], result["summary"]["prefill"], ours)
+    if result["memory"]:
+        yield _memory(result["memory"], ours)
     if result["energy"]:
         yield _energy(result["energy"])
-    missing = [(name, each["reason"]) for name, each in result["peers"].items() if each["reason"]]
+    peers = (("", result["peers"]), (_PREFILL, result["prefill_peers"]))
+    missing = [
+        (f"{name}{kind}", each["reason"]) for kind, entries in peers for name, each in entries.items() if each["reason"]
+    ]
     refused = sorted(
         {
-            (name, each[key] if key == "reason" else f"with planning: {each[key]}")
-            for entry in (*result["burst"], *result["sustained"])
+            (f"{name}{kind}", each[key] if key == "reason" else f"with planning: {each[key]}")
+            for kind, entries in (("", (*result["burst"], *result["sustained"])), (_PREFILL, result["prefill"]))
+            for entry in entries
             for name, each in entry["kernels"].items()
             for key in ("reason", "reason_anew")
             if each.get(key)
@@ -50,6 +58,10 @@ def bench_tables(result: Mapping[str, Any], ours: str) -> Iterator[RenderableTyp
     )
     if missing or refused:
         yield table("Not timed", ("peer", "reason"), dict.fromkeys((*missing, *refused)))
+
+
+_PREFILL = " (prefill)"
+"""Behind the name of a peer, for some are decode's, too."""
 
 
 def _ratio(value: float | None) -> Text:
@@ -100,8 +112,7 @@ def _burst(entries: Sequence[Mapping[str, Any]], ours: str) -> Table:
         rows.append(
             (
                 *_case(entry),
-                f"{own['us']['median']:.1f}",
-                f"{own['us']['q1']:.1f}..{own['us']['q3']:.1f}",
+                *_times(own["us"]),
                 f"{own['TFLOPs']:.0f}",
                 f"{own['GBps']:,.0f}",
                 _figure(predicted.get("floor_us"), 1),
@@ -163,6 +174,61 @@ def _sustained(entries: Sequence[Mapping[str, Any]], ours: str) -> Table:
         rows,
         caption="ratio: time over ours, above 1 is a win of ours; nJ/token: energy of the chip per cached token",
     )
+
+
+def _prefill(entries: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], ours: str) -> Table:
+    rows = []
+    for entry in entries:
+        for name, each in entry["kernels"].items():
+            if "us" not in each:
+                continue
+            own = name == ours
+            rows.append(
+                (
+                    *((entry["b"], f"{entry['s']:,}", entry["h"]) if own else ("", "", "")),
+                    name,
+                    *_times(each["us"]),
+                    f"{each['TFLOPs']:.0f}",
+                    _share(entry["of_gemm"]) if own else "",
+                    _ratio(entry["ratio"]) if own else "",
+                    _ratio(entry["ratio_fa3"]) if own else "",
+                )
+            )
+    return table(
+        f"Prefill, causal, ({entries[0]['d_qk']}, {entries[0]['d_v']}): time of a call, L2 overwritten before each",
+        ("b>", "s>", "h>", "kernel", "us>", "quartiles>", "TFLOP/s>", "GEMM>", "ratio>", "FA3>"),
+        rows,
+        caption="TFLOP/s: of the half that the mask leaves; ratio: time of the best peer over ours, above 1 is a win; "
+        "FA3: the same with FlashAttention-3's fastest build. Geometric means: "
+        f"{_figure(summary['ratio'], 3)}, {_figure(summary['ratio_fa3'], 3)}",
+    )
+
+
+def _memory(entries: Sequence[Mapping[str, Any]], ours: str) -> Table:
+    rows = []
+    for entry in entries:
+        own, copy = entry["kernels"][ours], entry["kernels"]["copy"]
+        rows.append(
+            (
+                entry["kernel"],
+                f"{entry['tokens']:,}",
+                f"{entry['bytes'] / 1e6:,.0f}",
+                *_times(own["us"]),
+                f"{own['GBps']:,.0f}",
+                f"{copy['GBps']:,.0f}",
+                _share(entry["of_copy"]),
+            )
+        )
+    return table(
+        "Kernels that move data: time of a call, L2 overwritten before each",
+        ("kernel", "tokens>", "MB>", "us>", "quartiles>", "GB/s>", "copy GB/s>", "of copy>"),
+        rows,
+        caption="MB: read and written together; copy: torch's, of as many bytes on the device",
+    )
+
+
+def _times(us: Mapping[str, float]) -> tuple[str, str]:
+    return f"{us['median']:.1f}", f"{us['q1']:.1f}..{us['q3']:.1f}"
 
 
 def _summary(title: str, keys: Sequence[str], columns: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> Table:

@@ -1,4 +1,4 @@
-"""`bench`: decode, timed beside other kernels."""
+"""`bench`: the kernels, timed beside others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .inputs import complete_spec, make_folders
 from .output import WIDE, print_json, replace_text, status, steps, writing
 
 if TYPE_CHECKING:
-    from mlaforge.bench.cases import Case
+    from mlaforge.bench.cases import Case, PrefillCase
     from mlaforge.bench.session import Options, Session
     from mlaforge.manifest import Manifest
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     "suites",
     multiple=True,
     metavar="NAME",
-    help="burst, small or sustained; may be repeated.  [default: burst, or none with --energy]",
+    help="burst, small or sustained of decode; prefill; memory. May be repeated.  "
+    "[default: burst, or none with --energy]",
 )
 @click.option(
     "--peers",
@@ -40,10 +41,13 @@ if TYPE_CHECKING:
     help="Peers to compare with, or none.  [default: all that can be imported]",
 )
 @click.option(
-    "--shapes", multiple=True, metavar="BxS,...", help="Batch x cached tokens, as in 128x4096, instead of the suites'."
+    "--shapes",
+    multiple=True,
+    metavar="BxS,...",
+    help="Batch x tokens, cached in decode, as in 128x4096; not the suites'.",
 )
-@click.option("--heads", multiple=True, metavar="N,...", help="Query heads, instead of the suites'.")
-@click.option("--s-q", multiple=True, metavar="N,...", help="Query tokens, instead of the suites'.")
+@click.option("--heads", multiple=True, metavar="N,...", help="Heads, instead of the suites'.")
+@click.option("--s-q", multiple=True, metavar="N,...", help="Query tokens of decode, instead of the suites'.")
 @click.option("--repeats", type=COUNT, default=30, show_default=True, help="Timed calls of each kernel and shape.")
 @click.option(
     "--seconds",
@@ -81,31 +85,59 @@ def bench(
     as_json: bool,
     output: Path | None,
 ) -> None:
-    """Time decode on a GPU, beside other kernels and the machine's ceilings.
+    """Time the kernels on a GPU, beside other kernels and the machine's ceilings.
 
-    Ours and each peer that can be imported run on the same tensors in turn. burst and small: medians of separate calls,
-    each a replayed graph on a cold L2. sustained: seconds of calls back to back, with watts, clock and energy.
-    The peers: flashmla, flashmla_vllm, fa3_vllm, flashinfer, triton_vllm, triton_sglang, torch.
+    Ours and each peer that can be imported run on the same tensors in turn. burst and small: decode, medians of
+    separate calls, each a replayed graph on a cold L2; prefill, and memory (gather, append and merge beside a copy of
+    as many bytes): the same. sustained: decode, seconds of calls back to back, with watts, clock and energy.
+    The peers of decode: flashmla, flashmla_vllm, fa3_vllm, flashinfer, triton_vllm, triton_sglang, torch; of prefill:
+    fa3, fa3_vllm, fa3_fwd, flashinfer, torch.
     """
-    from mlaforge.bench.cases import choose_suites, parse_counts, parse_shapes
+    from mlaforge.bench.cases import (
+        MEMORY,
+        PREFILL,
+        choose_suites,
+        memory_cases,
+        parse_counts,
+        parse_shapes,
+        prefill_cases,
+    )
 
     try:
         wanted = [name for text in suites for name in text.split(",")] or ([] if energy else ["burst"])
-        chosen = choose_suites(wanted, parse_shapes(shapes), parse_counts(heads), parse_counts(s_q))
+        own_shapes, own_heads = parse_shapes(shapes), parse_counts(heads)
+        chosen = choose_suites(wanted, own_shapes, own_heads, parse_counts(s_q))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
         (folder,) = make_folders([spec], Path(scratch))
         devices.require_torch()
-        from mlaforge.bench.peers import PEERS
         from mlaforge.bench.session import Options
+        from mlaforge.manifest import read_manifest
 
-        names = tuple(PEERS) if peer_names is None else tuple(name for name in peer_names.split(",") if name != "none")
-        if unknown := [name for name in names if name not in PEERS]:
-            raise click.UsageError(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}")
+        peers = Options().peers
+        names = peers if peer_names is None else tuple(name for name in peer_names.split(",") if name != "none")
+        if unknown := [name for name in names if name not in peers]:
+            raise click.UsageError(f"no such peer: {', '.join(unknown)}; there are {', '.join(peers)}")
+        prefill: tuple[PrefillCase, ...] = ()
+        if PREFILL in wanted:
+            manifest = read_manifest(folder)
+            if "prefill" not in manifest.kernels:
+                raise click.UsageError(f"{manifest.name} has no prefill kernel: `mlaforge plan` says why")
+            heads_here = int(manifest.model["num_attention_heads"]) // manifest.tensor_parallel
+            prefill = prefill_cases(heads_here, own_shapes, own_heads)
         if reason := devices.why_no_hopper("cuda"):
             raise DeviceFailure(f"{reason}; a bench needs one")
-        options = Options(chosen, names, repeats, seconds, budget=budget, energy=energy)
+        options = Options(
+            chosen,
+            names,
+            repeats,
+            seconds,
+            budget=budget,
+            energy=energy,
+            prefill=prefill,
+            memory=memory_cases() if MEMORY in wanted else (),
+        )
         _bench(folder, options, output or Path(f"bench-{folder.resolve().name}"), as_json)
 
 

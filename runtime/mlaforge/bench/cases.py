@@ -1,4 +1,4 @@
-"""What is measured: shapes of decode calls, suites of them, and statistics of repeated calls. Imports no torch."""
+"""What is measured: shapes of calls, suites of them, and statistics of repeated calls. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 ELEMENT_BYTES = 2
 
@@ -82,28 +82,108 @@ SUITES: Mapping[str, Suite] = {
 }
 
 
+PREFILL, MEMORY = "prefill", "memory"
+"""The suites of the other kernels: calls with pauses, all of them."""
+SUITE_NAMES = (*SUITES, PREFILL, MEMORY)
+
+
+@dataclass(frozen=True)
+class PrefillCase:
+    """One causal prefill call over sequences of equal length: all their keys are new."""
+
+    b: int
+    """Sequences."""
+    s: int
+    """Tokens of each."""
+    h: int
+    """Heads of queries, keys and values alike."""
+
+    def flops(self, d_qk: int, d_v: int) -> int:
+        """Multiplications and additions of the half of the square that the mask leaves."""
+        return self.b * self.h * self.s**2 * (d_qk + d_v)
+
+    def __str__(self) -> str:
+        """Give the shape in words."""
+        return f"{self.b} x {self.s:,} tokens, {self.h} heads, causal"
+
+
+_PREFILL_SHAPES: tuple[tuple[int, int, int | None], ...] = ((4, 4096, None), (1, 8192, None), (1, 32_768, 16))
+"""(b, s, heads), the model's where there are none."""
+
+MemoryKernel = Literal["gather", "append", "append_rotated", "merge_latent", "merge_value"]
+"""Append plain, or normalised and rotated on the way; merge of results as decode makes them, or as prefill does."""
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """One call of a kernel that moves data."""
+
+    kernel: MemoryKernel
+    tokens: int
+
+    def __str__(self) -> str:
+        """Give the call in words."""
+        return f"{self.kernel}, {self.tokens:,} tokens"
+
+
+_MEMORY_TOKENS: Mapping[MemoryKernel, int] = {
+    "gather": 1 << 19,
+    "append": 1 << 19,
+    "append_rotated": 1 << 19,
+    "merge_latent": 1 << 14,
+    "merge_value": 1 << 16,
+}
+"""So many that some hundred megabytes move: several times an L2 cache."""
+
+
 def choose_suites(
     names: Sequence[str],
     shapes: Sequence[tuple[int, int]] = (),
     heads: Sequence[int] = (),
     s_q: Sequence[int] = (),
 ) -> tuple[Suite, ...]:
-    """Give the suites of these names, their shapes, heads and query tokens replaced where others are given.
+    """Give the decode suites among these names, shapes, heads and query tokens replaced where others are given.
 
     Raises:
-        ValueError: there is no such suite; says which there are.
+        ValueError: there is no such suite, and says which there are; or none of them takes what is given.
     """
+    takes = {"shapes": {*SUITES, PREFILL}, "heads": {*SUITES, PREFILL}, "query tokens": set(SUITES)}
+    for what, given in (("shapes", shapes), ("heads", heads), ("query tokens", s_q)):
+        if given and names and not takes[what] & set(names) and set(names) <= set(SUITE_NAMES):
+            raise ValueError(f"{what} can't be chosen for {', '.join(names)}")
     chosen = []
     for name in dict.fromkeys(names):
+        if name not in SUITE_NAMES:
+            raise ValueError(f"{name!r} is no suite; there are {', '.join(SUITE_NAMES)}")
         suite = SUITES.get(name)
         if suite is None:
-            raise ValueError(f"{name!r} is no suite; there are {', '.join(SUITES)}")
+            continue
         rows = suite.rows
         if heads or s_q:
             own_heads = tuple(dict.fromkeys(h for h, _ in rows))
             rows = tuple((h, n) for n in (s_q or (1,)) for h in (heads or own_heads))
         chosen.append(Suite(name, suite.mode, tuple(shapes) or suite.shapes, rows))
     return tuple(chosen)
+
+
+def prefill_cases(
+    model_heads: int, shapes: Sequence[tuple[int, int]] = (), heads: Sequence[int] = ()
+) -> tuple[PrefillCase, ...]:
+    """Give the cases of the prefill suite, their shapes and heads replaced where others are given.
+
+    Args:
+        model_heads: heads of the model on one GPU.
+        shapes: (b, s); each at the model's heads if no heads are given.
+        heads: for each shape all of these.
+    """
+    chosen = [(b, s, None) for b, s in shapes] or _PREFILL_SHAPES
+    cases = (PrefillCase(b, s, h) for b, s, own in chosen for h in heads or (own or model_heads,))
+    return tuple(dict.fromkeys(cases))
+
+
+def memory_cases(tokens: int | None = None) -> tuple[MemoryCase, ...]:
+    """Give the cases of the memory suite, of as many tokens as are given instead of their own."""
+    return tuple(MemoryCase(kernel, tokens or _MEMORY_TOKENS[kernel]) for kernel in get_args(MemoryKernel))
 
 
 def parse_shapes(texts: Iterable[str]) -> tuple[tuple[int, int], ...]:

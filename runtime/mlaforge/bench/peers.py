@@ -1,4 +1,4 @@
-"""The public MLA kernels that we compare with, each behind one small adapter.
+"""The public MLA kernels that decode is compared with, each behind one small adapter.
 
 They are found if they can be imported, and none is needed. A peer that can't be imported, that refuses a shape or whose
 result is not ours is reported with the reason; none is left out silently. Queries attend to one paged cache whose pages
@@ -14,14 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
 from mlaforge.bench.cases import Case
 
 Run = Callable[[], torch.Tensor]
-"""A call; gives its result, (b, s_q, h, d_v)."""
+"""A call; gives its result, of decode (b, s_q, h, d_v)."""
 
 _LATENT, _ROPE = 512, 64
 """The only dimensions that the specialised kernels know."""
@@ -81,8 +81,11 @@ class Prepared:
     note: str = ""
 
 
-class Peer(ABC):
-    """A public kernel."""
+ProblemT = TypeVar("ProblemT")
+
+
+class Peer(ABC, Generic[ProblemT]):
+    """A public kernel of one kind of problem."""
 
     name: str
     title: str
@@ -128,12 +131,12 @@ class Peer(ABC):
         found = getattr(self._module, "__version__", None)
         return str(found) if isinstance(self._module, ModuleType) and found else None
 
-    def refuses(self, problem: Problem) -> str | None:
+    def refuses(self, problem: ProblemT) -> str | None:
         """Say why it can't take a problem, None if it can."""
         return None
 
     @abstractmethod
-    def prepare(self, problem: Problem) -> Prepared:
+    def prepare(self, problem: ProblemT) -> Prepared:
         """Make what its call needs. Whatever it raises is the reason why it is not timed."""
 
 
@@ -153,7 +156,7 @@ def _wrong_dimensions(problem: Problem, dtypes: Sequence[torch.dtype], page_size
     return None
 
 
-class _FlashMla(Peer):
+class _FlashMla(Peer[Problem]):
     """FlashMLA's dense decode. Metadata are either filled in by the first call or made from the lengths before it."""
 
     def refuses(self, problem: Problem) -> str | None:
@@ -213,7 +216,7 @@ class FlashMlaVllm(_FlashMla):
     distributions = ("vllm",)
 
 
-class FlashAttention3(Peer):
+class FlashAttention3(Peer[Problem]):
     """FlashAttention-3 with a separate q_v: RoPE as q and k, the latent part as q_v and v."""
 
     name = "fa3_vllm"
@@ -272,7 +275,7 @@ class FlashAttention3(Peer):
         return Prepared(lambda: call(kept), lambda: call(metadata()), "device", "q in two contiguous parts")
 
 
-class FlashInfer(Peer):
+class FlashInfer(Peer[Problem]):
     """FlashInfer's paged MLA with the backend fa3: the package, or its two modules compiled ahead of time."""
 
     name = "flashinfer"
@@ -321,7 +324,7 @@ class FlashInfer(Peer):
         return Prepared(ready, anew, "host", "q in two contiguous parts")
 
 
-class _Triton(Peer):
+class _Triton(Peer[Problem]):
     """A Triton kernel of one query token a request: more are given to it as more requests."""
 
     def refuses(self, problem: Problem) -> str | None:
@@ -431,7 +434,7 @@ class TritonSglang(_Triton):
         return Prepared(call, call, "none", self._note(problem))
 
 
-class Torch(Peer):
+class Torch(Peer[Problem]):
     """Plain torch: the pages are gathered, then two matrix products and a softmax between them."""
 
     name = "torch"
@@ -469,6 +472,6 @@ class Torch(Peer):
         return Prepared(call, call, "none")
 
 
-PEERS: Mapping[str, type[Peer]] = {
+PEERS: Mapping[str, type[Peer[Problem]]] = {
     peer.name: peer for peer in (FlashMla, FlashMlaVllm, FlashAttention3, FlashInfer, TritonVllm, TritonSglang, Torch)
 }

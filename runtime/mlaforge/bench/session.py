@@ -14,22 +14,37 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from mlaforge import __version__
-from mlaforge.bench.cases import Case, Stats, Suite, affordable_repeats, geometric_mean
+from mlaforge.bench.cases import (
+    MEMORY,
+    PREFILL,
+    Case,
+    MemoryCase,
+    PrefillCase,
+    Stats,
+    Suite,
+    affordable_repeats,
+    geometric_mean,
+)
 from mlaforge.bench.inputs import Cached, make_cache, make_problem, our_call
 from mlaforge.bench.machine import GEMM_FLOPS, EnergyTable, Machine, energy_json, measure_energy
-from mlaforge.bench.peers import PEERS, Peer, PeerError, Problem, Run, one_line
+from mlaforge.bench.memory import copy_call, memory_call
+from mlaforge.bench.peers import PEERS, Peer, PeerError, Problem, ProblemT, Run, one_line
 from mlaforge.bench.power import Meter, Sustained, sustain
+from mlaforge.bench.prefill import FA3_NAMES, PREFILL_PEERS, Prefiller, PrefillProblem, make_prefill, prefill_call
 from mlaforge.bench.timing import Device, Launch, Timed, sleep
+from mlaforge.memory_verify import MemoryKernelsOf
 from mlaforge.reference import cosine_difference
 from mlaforge.verify import Decoder
 
 FORMAT = 1
 OURS = "mlaforge"
+COPY = "copy"
+"""What a kernel that moves data is compared with: torch's copy of as many bytes."""
 COSINE_TOLERANCE = 1e-4
 """Two bf16 kernels differ by about 1e-6; a wrong page or a wrong scale gives more than 1e-2."""
 
@@ -38,6 +53,13 @@ _BIG_STREAM = 4 << 30
 
 Predict = Callable[[Case], Mapping[str, Any] | None]
 """What a model says of our kernel on a case."""
+
+
+_OtherCase = TypeVar("_OtherCase", PrefillCase, MemoryCase)
+
+
+class Kernels(Decoder, Prefiller, MemoryKernelsOf, Protocol):
+    """What `mlaforge.load` returns, as far as a run uses it."""
 
 
 class BenchError(RuntimeError):
@@ -55,8 +77,10 @@ class Save(Protocol):
 class Options:
     """What to measure, and how long."""
 
-    suites: tuple[Suite, ...]
-    peers: tuple[str, ...] = tuple(PEERS)
+    suites: tuple[Suite, ...] = ()
+    """Of decode."""
+    peers: tuple[str, ...] = tuple(dict.fromkeys((*PEERS, *PREFILL_PEERS)))
+    """Names; a kernel's peers are those of its own kind among them."""
     repeats: int = 30
     """Timed calls of each kernel and case."""
     seconds: float = 2.0
@@ -68,6 +92,8 @@ class Options:
     """Seconds without work before each case."""
     energy: bool = False
     seed: int = 0
+    prefill: tuple[PrefillCase, ...] = ()
+    memory: tuple[MemoryCase, ...] = ()
 
 
 class Session:
@@ -75,7 +101,7 @@ class Session:
 
     def __init__(
         self,
-        mla: Decoder,
+        mla: Kernels,
         device: Device,
         options: Options,
         *,
@@ -105,7 +131,8 @@ class Session:
         self.machine, self.meter, self.predict = machine, meter, predict
         self._report, self._advance, self._save = report, advance, save
         self._start = time.perf_counter()
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, Peer[Problem]] = {}
+        self._prefill_peers: dict[str, Peer[PrefillProblem]] = {}
         self.energy: EnergyTable | None = None
         manifest = mla.manifest
         self.result: dict[str, Any] = {
@@ -127,9 +154,12 @@ class Session:
             "machine": dict(about or {}),
             "versions": {"mlaforge": __version__, "python": platform.python_version(), "torch": torch.__version__},
             "peers": {},
+            "prefill_peers": {},
             "ceilings": {},
             "burst": [],
             "sustained": [],
+            "prefill": [],
+            "memory": [],
             "energy": None,
             "summary": {},
         }
@@ -137,7 +167,12 @@ class Session:
     @property
     def steps(self) -> int:
         """How often `advance` is called."""
-        return 2 + sum(len(suite.cases) for suite in self.options.suites) + self.options.energy
+        return 2 + self._cases + self.options.energy
+
+    @property
+    def _cases(self) -> int:
+        options = self.options
+        return sum(len(suite.cases) for suite in options.suites) + len(options.prefill) + len(options.memory)
 
     def run(self) -> dict[str, Any]:
         """Measure everything.
@@ -149,7 +184,7 @@ class Session:
         self._load_peers()
         with self._fatal("the ceilings"):
             self._advance("ceilings")
-            if self.machine is not None and self.options.suites:
+            if self.machine is not None and (self.options.suites or self.options.prefill):
                 try:
                     self._ceilings(self.machine)
                 except Exception as error:
@@ -168,6 +203,10 @@ class Session:
                     self._keep()
                 del cached
                 self.device.clear()
+        for prefill in self.options.prefill:
+            self._other(PREFILL, prefill, self._prefill)
+        for memory in self.options.memory:
+            self._other(MEMORY, memory, self._memory)
         if self.options.energy and self.machine is not None and self.meter is not None:
             self._advance("energy")
             self._report("energy of single operations")
@@ -176,6 +215,17 @@ class Session:
             self.result["energy"] = energy_json(self.energy)
         self._keep()
         return self.result
+
+    def _other(self, suite: str, case: _OtherCase, measure: Callable[[_OtherCase], dict[str, Any]]) -> None:
+        """Measure a case of another kernel than decode."""
+        self._advance(f"{suite}: {case}")
+        with self._fatal(f"{suite}, {case}"):
+            entry = measure(case)
+        self.result[suite].append(entry)
+        for line in describe_other(suite, str(case), entry):
+            self._report(line)
+        self._keep()
+        self.device.clear()
 
     def _keep(self) -> None:
         self.result["seconds"] = round(time.perf_counter() - self._start, 1)
@@ -188,8 +238,21 @@ class Session:
     # ---- Peers -------------------------------------------------------------------------------------------------------
 
     def _load_peers(self) -> None:
+        """Import those of the kernels that are measured."""
+        if self.options.suites:
+            self._peers = self._load(PEERS, self.result["peers"], "")
+        if self.options.prefill:
+            self._prefill_peers = self._load(PREFILL_PEERS, self.result["prefill_peers"], "prefill, ")
+        self._keep()
+
+    def _load(
+        self, kinds: Mapping[str, type[Peer[ProblemT]]], entries: dict[str, Any], kind: str
+    ) -> dict[str, Peer[ProblemT]]:
+        found = {}
         for name in self.options.peers:
-            peer = PEERS[name]()
+            if name not in kinds:
+                continue
+            peer = kinds[name]()
             entry: dict[str, Any] = {"title": peer.title, "state": "ready", "reason": None, "version": None}
             try:
                 peer.load()
@@ -197,26 +260,27 @@ class Session:
                 entry |= {"state": "missing", "reason": str(error)}
             else:
                 entry["version"] = peer.version()
-                self._peers[name] = peer
-            self.result["peers"][name] = entry
-            self._report(f"{name}: {entry['reason'] or 'found'}")
-        self._keep()
+                found[name] = peer
+            entries[name] = entry
+            self._report(f"{kind}{name}: {entry['reason'] or 'found'}")
+        return found
 
     # ---- Ceilings ----------------------------------------------------------------------------------------------------
 
     def _ceilings(self, machine: Machine) -> None:
-        """Time the read stream over as many bytes as each case's cache, over 4 GiB, and the matrix product."""
+        """Time the matrix product, and for decode the read stream over each case's cache and over 4 GiB."""
         cases = [case for suite in self.options.suites for case in suite.cases]
-        sizes = sorted({2 * case.tokens * self.mla.manifest.d_qk for case in cases})
-        data = torch.empty(max(_BIG_STREAM, *sizes), dtype=torch.uint8, device=machine.device)
+        caches = {2 * case.tokens * self.mla.manifest.d_qk for case in cases}
+        sizes = (*sorted(caches), _BIG_STREAM) if caches else ()
+        data = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=machine.device)
         data.view(torch.int32).random_()
-        calls = {f"read {size}": machine.read_stream(data[:size]) for size in (*sizes, _BIG_STREAM)}
+        calls = {f"read {size}": machine.read_stream(data[:size]) for size in sizes}
         timed = {name: self.device.prepare(run) for name, run in calls.items()}
         timed["gemm"] = self.device.prepare(machine.gemm())
         self.device.time(timed, 2)
         stats = {name: Stats.of(samples) for name, samples in self.device.time(timed, 20).items()}
         read: list[dict[str, Any]] = []
-        for size in (*sizes, _BIG_STREAM):
+        for size in sizes:
             whole = size // machine.tile_bytes * machine.tile_bytes
             of_size = stats[f"read {size}"]
             read.append({"bytes": whole, "us": dataclasses.asdict(of_size), "GBps": whole / of_size.median / 1e3})
@@ -250,14 +314,8 @@ class Session:
         kernels: dict[str, Any] = entry["kernels"]
         ready: dict[str, Timed] = {}
         anew: dict[str, Timed] = {}
-        try:
-            ready[OURS] = anew[OURS] = self.device.prepare(our_call(self.mla, problem).run)
-            want = self.device.result(ready[OURS]).clone()
-        except Exception as error:
-            raise BenchError(f"our own call: {one_line(error)}") from error
-        if want.isnan().any():
-            raise BenchError("our own call left NaN in its result")
-        kernels[OURS] = {"launch": ready[OURS].launch, "planning": "none", "note": ready[OURS].why}
+        kernels[OURS], ready[OURS], want = self._prepare_ours(our_call(self.mla, problem).run, _with_nan)
+        anew[OURS] = ready[OURS]
         for name, peer in self._peers.items():
             kernels[name], calls = self._prepare_peer(peer, problem, want, suite.mode == "burst")
             if "ready" in calls:
@@ -279,8 +337,22 @@ class Session:
         for line in describe_case(entry):
             self._report(line)
 
+    def _prepare_ours(
+        self, run: Run, check: Callable[[torch.Tensor], str | None]
+    ) -> tuple[dict[str, Any], Timed, torch.Tensor]:
+        """Capture our own call and check what it gives; what is said of it, the call, and its result."""
+        try:
+            timed = self.device.prepare(run)
+            made = self.device.result(timed).clone()
+            wrong = check(made)
+        except Exception as error:
+            raise BenchError(f"our own call: {one_line(error)}") from error
+        if wrong:
+            raise BenchError(f"our own call: {wrong}")
+        return {"launch": timed.launch, "planning": "none", "note": timed.why}, timed, made
+
     def _prepare_peer(
-        self, peer: Peer, problem: Problem, want: torch.Tensor, with_anew: bool
+        self, peer: Peer[ProblemT], problem: ProblemT, want: torch.Tensor, with_anew: bool
     ) -> tuple[dict[str, Any], dict[str, Timed]]:
         """Capture a peer's calls and check what they give; what is said of it, and the calls that are right."""
         if reason := peer.refuses(problem):
@@ -363,8 +435,8 @@ class Session:
         return repeats
 
     def _cases_left(self) -> int:
-        done = len(self.result["burst"]) + len(self.result["sustained"])
-        return max(sum(len(suite.cases) for suite in self.options.suites) - done, 1)
+        done = sum(len(self.result[kind]) for kind in ("burst", "sustained", PREFILL, MEMORY))
+        return max(self._cases - done, 1)
 
     def _sustained(self, entry: dict[str, Any], case: Case, ready: Mapping[str, Timed]) -> None:
         """Run each call for seconds."""
@@ -399,10 +471,8 @@ class Session:
                 for name, each in kernels.items()
                 if key in each
             }
-            ours = times.pop(OURS)
-            best = min(times, key=lambda name: times[name], default=None)
-            made[f"best_peer{suffix}"] = best
-            made[f"ratio{suffix}"] = None if best is None else times[best] / ours
+            best, ratio = _against_best(times)
+            made |= {f"best_peer{suffix}": best, f"ratio{suffix}": ratio}
         if mode == "sustained":
             spent = {name: each["nJ_per_token"] for name, each in kernels.items() if each.get("nJ_per_token")}
             mine = spent.pop(OURS, None)
@@ -415,6 +485,94 @@ class Session:
             made["of_read_stream"] = kernels[OURS]["GBps"] / stream
             made["of_gemm"] = kernels[OURS]["TFLOPs"] / ceilings["gemm"]["TFLOPs"]
         return made
+
+    # ---- Other kernels -----------------------------------------------------------------------------------------------
+
+    def _prefill(self, case: PrefillCase) -> dict[str, Any]:
+        """Time prefill and its peers."""
+        begun = time.perf_counter()
+        problem = make_prefill(self.mla.manifest, case, self.device.device, self.options.seed)
+        kernels: dict[str, Any] = {}
+        ready: dict[str, Timed] = {}
+        kernels[OURS], ready[OURS], want = self._prepare_ours(prefill_call(self.mla, problem), _with_nan)
+        for name, peer in self._prefill_peers.items():
+            kernels[name], calls = self._prepare_peer(peer, problem, want, False)
+            if "ready" in calls:
+                ready[name] = calls["ready"]
+        for name, each in self.result["prefill_peers"].items():
+            if each["state"] == "missing":
+                kernels[name] = {"reason": each["reason"]}
+        medians = self._in_turn(ready, kernels, begun)
+        flops = case.flops(problem.d_qk, problem.d_v)
+        for name, median in medians.items():
+            kernels[name]["TFLOPs"] = flops / median / 1e6
+        best, ratio = _against_best(medians)
+        _, ratio_fa3 = _against_best({name: medians[name] for name in (OURS, *FA3_NAMES) if name in medians})
+        gemm = self.result["ceilings"].get("gemm")
+        return {
+            "suite": PREFILL,
+            **dataclasses.asdict(case),
+            "d_qk": problem.d_qk,
+            "d_v": problem.d_v,
+            "repeats": kernels[OURS]["us"]["count"],
+            "kernels": kernels,
+            "best_peer": best,
+            "ratio": ratio,
+            "ratio_fa3": ratio_fa3,
+            "of_gemm": kernels[OURS]["TFLOPs"] / gemm["TFLOPs"] if gemm else None,
+        }
+
+    def _memory(self, case: MemoryCase) -> dict[str, Any]:
+        """Time a kernel that moves data, and a copy of as many bytes."""
+        begun = time.perf_counter()
+        call = memory_call(self.mla, case, self.device.device, self.options.seed)
+        copy, copied = copy_call(call.bytes, self.device.device)
+        kernels: dict[str, Any] = {}
+        ready: dict[str, Timed] = {}
+        kernels[OURS], ready[OURS], _ = self._prepare_ours(call.run, call.check)
+        ready[COPY] = self.device.prepare(copy)
+        kernels[COPY] = {"launch": ready[COPY].launch, "planning": "none", "note": ready[COPY].why}
+        medians = self._in_turn(ready, kernels, begun)
+        for name, size in ((OURS, call.bytes), (COPY, copied)):
+            kernels[name]["GBps"] = size / medians[name] / 1e3
+        return {
+            "suite": MEMORY,
+            **dataclasses.asdict(case),
+            "bytes": call.bytes,
+            "repeats": kernels[OURS]["us"]["count"],
+            "kernels": kernels,
+            "of_copy": kernels[OURS]["GBps"] / kernels[COPY]["GBps"],
+        }
+
+    def _in_turn(
+        self, ready: Mapping[str, Timed], kernels: Mapping[str, dict[str, Any]], begun: float
+    ) -> dict[str, float]:
+        """Time the calls of a case and note their statistics; gives their medians."""
+        options = self.options
+        samples = time_in_turn(
+            self.device,
+            ready,
+            options.repeats,
+            begun=begun,
+            deadline=None if options.budget is None else self._start + options.budget,
+            cases_left=self._cases_left(),
+            rest=options.rest,
+            report=self._report,
+        )
+        stats = {name: Stats.of(times) for name, times in samples.items()}
+        for name, each in stats.items():
+            kernels[name]["us"] = dataclasses.asdict(each)
+        return {name: each.median for name, each in stats.items()}
+
+
+def _with_nan(made: torch.Tensor) -> str | None:
+    return "it left NaN in its result" if made.isnan().any() else None
+
+
+def _against_best(times: Mapping[str, float]) -> tuple[str | None, float | None]:
+    """Give the fastest kernel besides ours, and its time over ours; None if there is no other."""
+    best = min((name for name in times if name != OURS), key=lambda name: times[name], default=None)
+    return best, None if best is None else times[best] / times[OURS]
 
 
 class _Fatal:
@@ -432,6 +590,53 @@ class _Fatal:
             self._session.result["stopped"] = reason
             self._session._keep()
             raise BenchError(reason) from error
+
+
+def time_in_turn(
+    device: Device,
+    calls: Mapping[str, Timed],
+    repeats: int,
+    *,
+    begun: float,
+    deadline: float | None,
+    cases_left: int,
+    rest: float,
+    report: Callable[[str], None],
+) -> dict[str, list[float]]:
+    """Time calls in turn; one untimed round brings the clock up, and says how long a round takes.
+
+    Args:
+        device: where they run.
+        calls: ready to be timed.
+        repeats: rounds, fewer if the deadline asks for it.
+        begun: when the case began by `time.perf_counter`.
+        deadline: when the whole run should end; None if there is no hurry.
+        cases_left: this one among them.
+        rest: seconds without work before the rounds that count.
+        report: is told if there are fewer rounds.
+
+    Returns:
+        Of each call its times, microseconds.
+
+    Raises:
+        BenchError: a call can't be timed.
+    """
+    try:
+        start = time.perf_counter()
+        device.time(calls, 1)
+        wanted = repeats
+        if deadline is not None:
+            now = time.perf_counter()
+            repeats = affordable_repeats(
+                wanted, deadline - now, cases_left, round_seconds=now - start, overhead=start - begun, rest=rest
+            )
+            if repeats < wanted:
+                report(f"{repeats} instead of {wanted} repeats, to keep the budget")
+        sleep(rest)
+        device.time(calls, 1)
+        return device.time(calls, repeats)
+    except Exception as error:
+        raise BenchError(f"timing {', '.join(calls)}: {one_line(error)}") from error
 
 
 def is_fatal(error: BaseException) -> bool:
@@ -503,8 +708,29 @@ def describe_case(entry: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
+def describe_other(suite: str, case: str, entry: Mapping[str, Any]) -> Iterator[str]:
+    """Give the lines that a run prints for a case of another kernel than decode, as those of `describe_case` are."""
+    yield f"{suite}: {case}"
+    kernels: Mapping[str, Any] = entry["kernels"]
+    ours = kernels[OURS]["us"]["median"]
+    for name, each in kernels.items():
+        if "us" not in each:
+            yield f"  {name:<14} not timed: {each['reason']}"
+            continue
+        us = each["us"]
+        rate = f"{each['TFLOPs']:5.0f} TFLOP/s" if "TFLOPs" in each else f"{each['GBps']:5.0f} GB/s"
+        marks = "" if each["launch"] == "graph" else "  plain launches"
+        yield (
+            f"  {name:<14} {us['median']:8.1f} us ({us['q1']:.1f} to {us['q3']:.1f})  {rate}  "
+            f"{us['median'] / ours:.3f} x ours{marks}"
+        )
+
+
 def summarise(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Give geometric means of the ratios to the best peer of each point, by suite and rows, and who won where."""
+    """Give geometric means of the ratios to the best peer of each point, and who won where.
+
+    Those of decode are by suite and rows, that of prefill is over all its cases; `memory` has shares of a copy's rate.
+    """
     summary: dict[str, Any] = {}
     for mode in ("burst", "sustained"):
         groups: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
@@ -514,7 +740,19 @@ def summarise(result: Mapping[str, Any]) -> dict[str, Any]:
             {"suite": suite, "h": h, "s_q": s_q, **_group_summary(entries, mode)}
             for (suite, h, s_q), entries in groups.items()
         ]
+    if result[PREFILL]:
+        summary[PREFILL] = _group_summary(result[PREFILL], PREFILL)
+    if shares := [entry["of_copy"] for entry in result[MEMORY]]:
+        summary[MEMORY] = {"cases": len(shares), "of_copy": geometric_mean(shares), "least_of_copy": min(shares)}
     return summary
+
+
+_MEANS = {
+    "burst": ("ratio_anew", "of_read_stream", "of_gemm"),
+    "sustained": ("energy_ratio",),
+    PREFILL: ("ratio_fa3", "of_gemm"),
+}
+"""What else a summary has the geometric means of."""
 
 
 def _group_summary(entries: Sequence[Mapping[str, Any]], mode: str) -> dict[str, Any]:
@@ -529,10 +767,4 @@ def _group_summary(entries: Sequence[Mapping[str, Any]], mode: str) -> dict[str,
         "wins": sum(ratio >= 1 for ratio in ratios),
         "losses": sum(ratio < 1 for ratio in ratios),
     }
-    if mode == "burst":
-        made["ratio_anew"] = geometric_mean(values("ratio_anew"))
-        made["of_read_stream"] = geometric_mean(values("of_read_stream"))
-        made["of_gemm"] = geometric_mean(values("of_gemm"))
-    else:
-        made["energy_ratio"] = geometric_mean(values("energy_ratio"))
-    return made
+    return made | {key: geometric_mean(values(key)) for key in _MEANS[mode]}

@@ -31,9 +31,8 @@ from mlaforge.attention_batch import AttentionBatch
 from mlaforge.attention_config import AttentionConfig
 from mlaforge.bench.cases import Stats
 from mlaforge.bench.peers import one_line
-from mlaforge.bench.session import BenchError, Save, is_fatal
+from mlaforge.bench.session import BenchError, Save, is_fatal, time_in_turn
 from mlaforge.bench.timing import Device, Timed
-from mlaforge.bench.tune import time_in_turn
 from mlaforge.manifest import Manifest
 
 FORMAT = 1

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from mlaforge import __version__
-from mlaforge.bench.cases import Case, Stats, affordable_repeats, geometric_mean
+from mlaforge.bench.cases import Case, Stats, geometric_mean
 from mlaforge.bench.inputs import Cached, OurCall, make_cache, make_problem, our_call
 from mlaforge.bench.peers import one_line
-from mlaforge.bench.session import BenchError, Save, is_fatal
-from mlaforge.bench.timing import Device, Timed, sleep
+from mlaforge.bench.session import BenchError, Save, is_fatal, time_in_turn
+from mlaforge.bench.timing import Device, Timed
 from mlaforge.reference import decode_reference
 from mlaforge.verify import Decoder, Errors, Problem, check_output, random_problems, verify_problems
 
@@ -304,53 +304,6 @@ class Tuning:
             rest=options.rest,
             report=self._report,
         )
-
-
-def time_in_turn(
-    device: Device,
-    calls: Mapping[str, Timed],
-    repeats: int,
-    *,
-    begun: float,
-    deadline: float | None,
-    cases_left: int,
-    rest: float,
-    report: Callable[[str], None],
-) -> dict[str, list[float]]:
-    """Time calls in turn; one untimed round brings the clock up, and says how long a round takes.
-
-    Args:
-        device: where they run.
-        calls: ready to be timed.
-        repeats: rounds, fewer if the deadline asks for it.
-        begun: when the case began by `time.perf_counter`.
-        deadline: when the whole run should end; None if there is no hurry.
-        cases_left: this one among them.
-        rest: seconds without work before the rounds that count.
-        report: is told if there are fewer rounds.
-
-    Returns:
-        Of each call its times, microseconds.
-
-    Raises:
-        BenchError: a call can't be timed.
-    """
-    try:
-        start = time.perf_counter()
-        device.time(calls, 1)
-        wanted = repeats
-        if deadline is not None:
-            now = time.perf_counter()
-            repeats = affordable_repeats(
-                wanted, deadline - now, cases_left, round_seconds=now - start, overhead=start - begun, rest=rest
-            )
-            if repeats < wanted:
-                report(f"{repeats} instead of {wanted} repeats, to keep the budget")
-        sleep(rest)
-        device.time(calls, 1)
-        return device.time(calls, repeats)
-    except Exception as error:
-        raise BenchError(f"timing {', '.join(calls)}: {one_line(error)}") from error
 
 
 def _as_problem(case: Case) -> Problem:
