@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mlaforge.cache import default_directory
-from mlaforge.chunked import ChunkedPrefill, ContextLimits, ContextRounds, chunked_prefill, context_rounds
+from mlaforge.chunked import ChunkedPrefill, ContextLimits, ContextRounds, context_rounds
 from mlaforge.chunked import loaded as loaded_chunked
 from mlaforge.decode import DecodeRunner
 from mlaforge.decode import loaded as loaded_decode
@@ -223,23 +223,20 @@ class MLA:
                 prefill kernel. Nothing was launched.
             CudaError: the driver refused the launch.
         """
-        return chunked_prefill(
-            self,
-            q,
-            latent,
-            kv_b,
-            kv_cache,
-            block_table,
-            cu_seqlens_q,
-            context_lens,
-            max_context=max_context,
-            workspace_tokens=workspace_tokens,
-            total_context=total_context,
-            rounds=rounds,
-            softmax_scale=softmax_scale,
-            out=out,
-            lse=lse,
-        )
+        runner = self.chunked
+        scale = self.manifest.softmax_scale if softmax_scale is None else float(softmax_scale)
+        seq_starts, cu_seqlens = (None, None) if rounds is None else rounds
+        arguments = (q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens, seq_starts, cu_seqlens)
+        numbers = (runner.key, max_context, workspace_tokens, total_context, scale)
+        if out is None and lse is None:
+            made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mlaforge.chunked_prefill(*arguments, *numbers)
+            return made
+        if out is None:
+            out = q.new_empty((*q.shape[:2], runner.d_v))
+        if lse is None:
+            lse = q.new_empty((*q.shape[1::-1],), dtype=torch.float32)
+        torch.ops.mlaforge.chunked_prefill_out(*arguments, out, lse, *numbers)
+        return out, lse
 
     def context_rounds(
         self,

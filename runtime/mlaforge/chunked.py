@@ -15,7 +15,7 @@ fills a GPU where each of them has few queries.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -36,9 +36,6 @@ from mlaforge.launch import Cuda
 from mlaforge.memory import GatherTensors, MemoryKernels, MergeTensors
 from mlaforge.prefill import PrefillRunner, PrefillTensors
 from mlaforge.simulator import Simulator
-
-if TYPE_CHECKING:
-    from mlaforge.api import MLA
 
 _MAX_TOKENS = 1 << 31
 
@@ -290,41 +287,6 @@ class ChunkedPrefill:
 
 def _trailing_zeros(n: int) -> int:
     return (n & -n).bit_length() - 1
-
-
-def chunked_prefill(
-    mla: MLA,
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    kv_b: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
-    *,
-    max_context: int,
-    workspace_tokens: int,
-    total_context: int | None = None,
-    rounds: ContextRounds | None = None,
-    softmax_scale: float | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from a chunk of new tokens to the cached ones before them and to themselves; see `MLA.chunked_prefill`."""
-    runner = mla.chunked
-    scale = mla.manifest.softmax_scale if softmax_scale is None else float(softmax_scale)
-    seq_starts, cu_seqlens = (None, None) if rounds is None else rounds
-    arguments = (q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens, seq_starts, cu_seqlens)
-    numbers = (runner.key, max_context, workspace_tokens, total_context, scale)
-    if out is None and lse is None:
-        made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mlaforge.chunked_prefill(*arguments, *numbers)
-        return made
-    if out is None:
-        out = q.new_empty((*q.shape[:2], runner.d_v))
-    if lse is None:
-        lse = q.new_empty((*q.shape[1::-1],), dtype=torch.float32)
-    torch.ops.mlaforge.chunked_prefill_out(*arguments, out, lse, *numbers)
-    return out, lse
 
 
 # ---- Operators -------------------------------------------------------------------------------------------------------

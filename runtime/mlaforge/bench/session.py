@@ -316,15 +316,9 @@ class Session:
         anew: dict[str, Timed] = {}
         kernels[OURS], ready[OURS], want = self._prepare_ours(our_call(self.mla, problem).run, _with_nan)
         anew[OURS] = ready[OURS]
-        for name, peer in self._peers.items():
-            kernels[name], calls = self._prepare_peer(peer, problem, want, suite.mode == "burst")
-            if "ready" in calls:
-                ready[name] = calls["ready"]
-            if "anew" in calls:
-                anew[name] = calls["anew"]
-        for name, each in self.result["peers"].items():
-            if each["state"] == "missing":
-                kernels[name] = {"reason": each["reason"]}
+        calls = self._prepare_peers(self._peers, self.result["peers"], problem, want, kernels, suite.mode == "burst")
+        for kind, timed in (("ready", ready), ("anew", anew)):
+            timed |= {name: each[kind] for name, each in calls.items() if kind in each}
         if suite.mode == "burst":
             self._burst(entry, case, ready, anew, begun)
             self.result["burst"].append(entry)
@@ -350,6 +344,24 @@ class Session:
         if wrong:
             raise BenchError(f"our own call: {wrong}")
         return {"launch": timed.launch, "planning": "none", "note": timed.why}, timed, made
+
+    def _prepare_peers(
+        self,
+        peers: Mapping[str, Peer[ProblemT]],
+        found: Mapping[str, Mapping[str, Any]],
+        problem: ProblemT,
+        want: torch.Tensor,
+        kernels: dict[str, Any],
+        with_anew: bool,
+    ) -> dict[str, dict[str, Timed]]:
+        """Capture the calls of all peers, and note in `kernels` what is said of each, the missing among `found` too."""
+        calls = {}
+        for name, peer in peers.items():
+            kernels[name], calls[name] = self._prepare_peer(peer, problem, want, with_anew)
+        for name, each in found.items():
+            if each["state"] == "missing":
+                kernels[name] = {"reason": each["reason"]}
+        return calls
 
     def _prepare_peer(
         self, peer: Peer[ProblemT], problem: ProblemT, want: torch.Tensor, with_anew: bool
@@ -495,13 +507,9 @@ class Session:
         kernels: dict[str, Any] = {}
         ready: dict[str, Timed] = {}
         kernels[OURS], ready[OURS], want = self._prepare_ours(prefill_call(self.mla, problem), _with_nan)
-        for name, peer in self._prefill_peers.items():
-            kernels[name], calls = self._prepare_peer(peer, problem, want, False)
-            if "ready" in calls:
-                ready[name] = calls["ready"]
-        for name, each in self.result["prefill_peers"].items():
-            if each["state"] == "missing":
-                kernels[name] = {"reason": each["reason"]}
+        found = self.result["prefill_peers"]
+        calls = self._prepare_peers(self._prefill_peers, found, problem, want, kernels, False)
+        ready |= {name: each["ready"] for name, each in calls.items() if "ready" in each}
         medians = self._in_turn(ready, kernels, begun)
         flops = case.flops(problem.d_qk, problem.d_v)
         for name, median in medians.items():
