@@ -396,8 +396,8 @@ class _OtherCompilerError(Exception):
 
     def __init__(self, entry: Entry, named: str, loaded: str) -> None:
         super().__init__(
-            f"a kernel is compiled without the disk cache: NVRTC {named} is installed, but {loaded} is loaded; look for "
-            "another libnvrtc in LD_LIBRARY_PATH, or in a package that was imported before"
+            f"a kernel is compiled without the disk cache: NVRTC {named} is installed, but {loaded} is loaded; look "
+            "for another libnvrtc in LD_LIBRARY_PATH, or in a package that was imported before"
         )
         self.entry = entry
 
