@@ -484,7 +484,9 @@ def materialise(name: str, files: Mapping[str, str]) -> Path:
 
 def _publish(folder: Path, files: Mapping[str, str]) -> Path:
     """Write a folder aside and rename it: another process never sees half of it."""
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # One by one, for the mode is only that of the last: a cache that others can write to is none.
+    for each in (folder.parent.parent, folder.parent):
+        each.mkdir(mode=0o700, parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
     try:
         _write(aside, files)
