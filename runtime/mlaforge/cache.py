@@ -122,16 +122,29 @@ def why_distrusted(directory: Path, status: os.stat_result) -> tuple[str, str] |
     return None
 
 
-def is_trusted(directory: Path) -> bool:
-    """Tell whether what is in a directory may be run, and warn once if not; one that is not there may be made."""
+def require_trusted(directory: Path) -> None:
+    """Refuse a directory of which nothing may be run; one that is not there, or can't be read, is none.
+
+    Raises:
+        DistrustedError: somebody else can write to it.
+    """
     try:
         with _opened(directory):
-            return True
+            pass
+    except DistrustedError:
+        raise
+    except OSError:
+        pass
+
+
+def is_trusted(directory: Path) -> bool:
+    """Tell the same, and warn once."""
+    try:
+        require_trusted(directory)
     except DistrustedError as error:
         _warn_once(error.reason, error.fix)
         return False
-    except OSError:
-        return True
+    return True
 
 
 class DistrustedError(OSError):

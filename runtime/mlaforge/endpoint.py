@@ -17,6 +17,7 @@ import os
 import queue
 import re
 import socket
+import sys
 import threading
 import time
 import urllib.parse
@@ -36,6 +37,7 @@ NAMES = ("MLAFORGE", "TAOTOKEN")
 SECOND_KEY = "MLAFORGE_COMPARE_API_KEY"
 """The variable of the second endpoint's key."""
 
+_LOOK_AT_URL = "look at the base URL: is it that of an OpenAI-compatible API, and does it end in /v1?"
 _MAX_BYTES = 4 << 20
 _MAX_QUOTED = 300
 _MAX_MODELS = 10
@@ -272,12 +274,7 @@ def ask(endpoint: Endpoint, prompt: str, *, timeout: float = 30.0, max_tokens: i
 
         def send() -> tuple[int, bytes]:
             with client.chat.completions.with_streaming_response.create(**request) as response:
-                body = b""
-                for piece in response.http_response.iter_bytes():
-                    body += piece
-                    if len(body) > _MAX_BYTES:
-                        break
-                return response.http_response.status_code, body
+                return response.http_response.status_code, response.http_response.read()
 
         start = time.monotonic()
         try:
@@ -299,7 +296,7 @@ def _made_client(endpoint: Endpoint, timeout: float) -> Iterator[Any]:
             ) from None
         try:
             # A redirected request is another request, of which the key is no part.
-            http = openai.DefaultHttpxClient(follow_redirects=False)
+            http = openai.DefaultHttpxClient(follow_redirects=False, event_hooks={"response": [_bound]})
         except Exception as error:
             # Proxies are looked at here: their schemes, and what a SOCKS proxy needs.
             # Their errors may quote a proxy's whole URL.
@@ -312,7 +309,13 @@ def _made_client(endpoint: Endpoint, timeout: float) -> Iterator[Any]:
                 f"correct or unset {variable}, or add {urllib.parse.urlsplit(endpoint.base_url).hostname} to NO_PROXY",
             ) from None
         client = openai.OpenAI(
-            base_url=endpoint.base_url, api_key=endpoint.api_key, timeout=timeout, max_retries=0, http_client=http
+            base_url=endpoint.base_url,
+            api_key=endpoint.api_key,
+            timeout=timeout,
+            max_retries=0,
+            http_client=http,
+            # What is decompressed has no bound.
+            default_headers={"Accept-Encoding": "identity"},
         )
     try:
         yield client
@@ -320,6 +323,33 @@ def _made_client(endpoint: Endpoint, timeout: float) -> Iterator[Any]:
         # Of a request that is still waited for, a thread may hold it.
         with contextlib.suppress(Exception):
             client.close()
+
+
+class _BodyError(Exception):
+    """A response's body is not read on."""
+
+
+def _bound(response: Any) -> None:
+    """Bound the length of a body before it is read, that of an error as well."""
+    if response.headers.get("content-encoding", "identity").lower() != "identity":
+        raise _BodyError("the response is compressed, which was not asked for")
+    # The client's HTTP library is httpx or httpx2, as its version has it.
+    library = sys.modules[type(response).__module__.partition(".")[0]]
+    inner = response.stream
+
+    class Bounded(library.SyncByteStream):  # type: ignore[name-defined, misc]
+        def __iter__(self) -> Iterator[bytes]:
+            length = 0
+            for piece in inner:
+                length += len(piece)
+                if length > _MAX_BYTES:
+                    raise _BodyError(f"the response is longer than {_MAX_BYTES:,} bytes")
+                yield piece
+
+        def close(self) -> None:
+            inner.close()
+
+    response.stream = Bounded()
 
 
 @contextlib.contextmanager
@@ -356,9 +386,7 @@ def _read(endpoint: Endpoint, status: int, body: bytes, seconds: float) -> Answe
     def refuse(message: str, fix: str, kind: str = "no_choices") -> NoReturn:
         raise EndpointError(kind, message, fix, status=status)
 
-    api = "look at the base URL: is it that of an OpenAI-compatible API, and does it end in /v1?"
-    if len(body) > _MAX_BYTES:
-        refuse(f"the response is longer than {_MAX_BYTES:,} bytes", api, "no_json")
+    api = _LOOK_AT_URL
     text = body.decode(errors="replace")
     try:
         data = json.loads(text)
@@ -397,6 +425,8 @@ def _explain(endpoint: Endpoint, client: Any, error: Exception, timeout: float) 
     status = getattr(error, "status_code", None)
     if isinstance(status, int):
         return _explain_status(endpoint, client, error, status, timeout)
+    if body_error := next((link for link in _chain(error) if isinstance(link, _BodyError)), None):
+        return EndpointError("no_json", str(body_error), _LOOK_AT_URL)
     names = {each.__name__ for link in _chain(error) for each in type(link).__mro__}
     proxy = _proxy(endpoint.base_url)
     if proxy is not None and (absent := _why_no_proxy(proxy)):
