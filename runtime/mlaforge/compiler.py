@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlaforge.cache import Entry, KernelCache
+from mlaforge.cache import CacheWarning, Entry, KernelCache
 from mlaforge.toolchain import Toolchain, ToolchainError, find_nvdisasm, find_toolchain
 
 _KEY_FORMAT = 1
@@ -332,7 +332,11 @@ class _Job:
             building = time.perf_counter() - begun
             return entry
 
-        entry, hit = cache.get(self.key, build)
+        try:
+            entry, hit = cache.get(self.key, build)
+        except _OtherCompilerError as error:
+            warnings.warn(str(error), CacheWarning, stacklevel=2)
+            entry, hit = error.entry, False
         return self._compiled(entry, time.perf_counter() - start - building, hit=hit)
 
     def _build(self) -> Entry:
@@ -364,7 +368,11 @@ class _Job:
             raise CompileError(self.source, f"{self.source.name}: error: changed while it was being compiled")
         seconds = {"import": imported - start, "nvrtc": compiled - imported, **phases}
         reports = [dataclasses.asdict(kernel) for kernel in kernels]
-        return Entry({"kernels": reports, "log": text, "seconds": seconds}, cubin)
+        entry = Entry({"kernels": reports, "log": text, "seconds": seconds}, cubin)
+        named, loaded = self.toolchain.versions["nvrtc"], _loaded_nvrtc()
+        if named.removeprefix("toolkit-").split(".")[:2] != loaded.split("."):
+            raise _OtherCompilerError(entry, named, loaded)
+        return entry
 
     def _compiled(self, entry: Entry, cache_seconds: float, *, hit: bool) -> CompiledKernel:
         reports = [
@@ -381,6 +389,24 @@ class _Job:
             seconds={**self.seconds, "cache": cache_seconds, **entry.meta["seconds"]},
             cache_hit=hit,
         )
+
+
+class _OtherCompilerError(Exception):
+    """The NVRTC that compiled is not the one that the key names: the entry is of use here, and to nobody else."""
+
+    def __init__(self, entry: Entry, named: str, loaded: str) -> None:
+        super().__init__(
+            f"a kernel is compiled without the disk cache: NVRTC {named} is installed, but {loaded} is loaded; look "
+            "for another libnvrtc in LD_LIBRARY_PATH, or in a package that was imported before"
+        )
+        self.entry = entry
+
+
+def _loaded_nvrtc() -> str:
+    from cuda.bindings import nvrtc
+
+    _status, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
 
 
 def _compile(source: Path, arch: str, options: CompileOptions, cache: KernelCache) -> CompiledKernel:
