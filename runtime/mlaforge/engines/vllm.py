@@ -191,9 +191,7 @@ class MLAForgeImpl(MLACommonImpl[MLAForgeMetadata]):
             raise NotImplementedError(f"mlaforge: attn_type is {attn_type}; only a decoder's own attention is served")
         if kv_cache_dtype not in _CACHE_DTYPES:
             raise NotImplementedError(f"mlaforge: kv_cache_dtype is {kv_cache_dtype}; quantised caches are not served")
-        self._dimensions = Dimensions(
-            self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
-        )
+        self._dimensions = Dimensions(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
         if reason := _why_not(self._dimensions):
             raise NotImplementedError(f"mlaforge: no kernel has {self._dimensions}: {reason}")
         self.supports_quant_query_input = False
@@ -249,7 +247,7 @@ class MLAForgeImpl(MLACommonImpl[MLAForgeMetadata]):
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Write new tokens into their slots; those with slot -1, and those that slot_mapping does not reach, are padding.
+        """Write new tokens into their slots. Those with slot -1, and those behind slot_mapping's end, are padding.
 
         Args:
             kv_c_normed: (n, kv_lora_rank).
@@ -282,7 +280,9 @@ class MLAForgePrefillBackend(MLAPrefillBackend):
     @classmethod
     def supports_compute_capability(cls, device_capability: Any) -> bool:
         """Say whether it is Hopper's."""
-        return device_capability is not None and (device_capability.major, device_capability.minor) == COMPUTE_CAPABILITY
+        return (
+            device_capability is not None and (device_capability.major, device_capability.minor) == COMPUTE_CAPABILITY
+        )
 
     @classmethod
     def supports_mla_dimensions(cls, mla_dimensions: Any) -> bool:
