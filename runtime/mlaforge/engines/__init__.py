@@ -43,9 +43,10 @@ def register_sglang() -> None:
 
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(_make_sglang)
 
-    @register_attention_backend(NAME)
-    def create(model_runner: object) -> object:
-        from .sglang import MLAForgeAttnBackend
 
-        return MLAForgeAttnBackend(model_runner)
+def _make_sglang(model_runner: object) -> object:
+    from .sglang import MLAForgeAttnBackend
+
+    return MLAForgeAttnBackend(model_runner)
