@@ -1,6 +1,7 @@
 """What torch does with the operators on a Hopper GPU: opcheck, torch.compile, torch.export, streams, a second device.
 
-All of them alike; CUDA graphs with other lengths and tables are among each kernel's own tests. Run with `pytest -m gpu`.
+All of them alike. CUDA graphs with other lengths and tables are among each kernel's own tests. Run with
+`pytest -m gpu`.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def test_second_device(name: str, of_tensors: int, current: int) -> None:
             torch.cuda._sleep(50_000_000)
             for into, each in zip(late, made.tensors, strict=True):
                 into.copy_(each)
-        with torch.cuda.device(current), torch.cuda.stream(side):
-            got = made.layer(*late)
+            # A stream brings its device along.
+            with torch.cuda.device(current):
+                got = made.layer(*late)
         side.synchronize()
         assert equal(tuple(each.cpu() for each in got), want)
