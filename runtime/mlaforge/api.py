@@ -49,6 +49,18 @@ class MLA:
             self._chunked = ChunkedPrefill(self._prefill, self._memory, backend)
             loaded_chunked.add(self._chunked)
 
+    def compile(self) -> None:
+        """Compile all kernels now, in this process, instead of each when it is first called.
+
+        Raises:
+            CompileError: a kernel does not compile.
+            ToolchainError: the compiler or its headers are missing.
+        """
+        self._runner.compile()
+        self._memory.compile()
+        if self._prefill is not None:
+            self._prefill.compile()
+
     def decode(
         self,
         q: torch.Tensor,
