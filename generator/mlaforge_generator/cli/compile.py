@@ -34,7 +34,7 @@ def compile_(specs: tuple[str, ...], as_json: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
         compiled = compile_folders(make_folders(specs, Path(scratch)))
     if as_json:
-        print_json([_compile_json(manifest, kernel) for manifest, kernel in compiled])
+        print_json([compile_json(manifest, kernel) for manifest, kernel in compiled])
     else:
         print_parts(compile_tables(compiled))
 
@@ -62,7 +62,8 @@ def compile_folders(folders: Sequence[Path]) -> list[tuple[Manifest, CompiledKer
         raise UsageFailure(f"{error.filename}: can't be read: {error.strerror}") from None
 
 
-def _compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
+def compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
+    """Give the report on a file of kernels as plain data."""
     return {
         "spec": manifest.name,
         "file": kernel.source.name,

@@ -45,11 +45,11 @@ def make(spec: str, output: Path, examples: int | None, seed: int) -> None:
     if reason := devices.why_no_hopper("cuda"):
         click.echo(f"{reason}: the kernels were compiled for it, and their text now runs on the CPU, simulated")
         device = "sim"
-        _compile_for_the_simulator(folder)
+        compile_for_the_simulator(folder)
     verify_folder(spec, folder, Run(seed, examples, device=device))
 
 
-def _compile_for_the_simulator(folder: Path) -> None:
+def compile_for_the_simulator(folder: Path) -> None:
     """Compile a folder's kernels for the CPU, side by side: one after the other takes longer than to run them."""
     from mlaforge.manifest import read_manifest
     from mlaforge.simulator import compile_library
