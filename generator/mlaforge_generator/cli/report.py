@@ -90,7 +90,7 @@ def report(
         [each for manifest, kernel in compiled for each in _resources(manifest, kernel)],
         compiled[0][1].versions,
         made_by=f"mlaforge {__version__}",
-        verification=verified and _as_shown(verified),
+        verification=None if verified is None else _as_shown(verified),
         timeline=drawn.picture,
         no_timeline=drawn.why,
         traced=drawn.file,

@@ -36,7 +36,7 @@ def smem_picture(smem: SmemMap, title: str) -> Markup:
     own = sorted((region for region in smem.regions if region.alias_of is None), key=lambda region: region.offset)
     borrowed = [region for region in smem.regions if region.alias_of is not None]
     hues = {region.name: i % HUES for i, region in enumerate(own)}
-    picture = Picture(_MAP_WIDTH, _MAP_TOP + _MAP_HEIGHT + 10, title)
+    picture = Picture(_MAP_WIDTH, title, _MAP_TOP + _MAP_HEIGHT + 10)
     scale = _MAP_HEIGHT / smem.limit
 
     def at(offset: float) -> float:
@@ -56,8 +56,8 @@ def smem_picture(smem: SmemMap, title: str) -> Markup:
                 height=max(size * scale, 0.5),
             )
             if size * scale > 13 and region.count > 1:
-                y = at(region.offset + (i + 0.5) * size) + 4
-                picture.text(1 + _BAR / 2, y, f"{region.name} {i}", "in", "middle")
+                middle = at(region.offset + (i + 0.5) * size)
+                picture.text(1 + _BAR / 2, middle + 4, f"{region.name} {i}", "in", "middle")
     for region in borrowed:
         picture.shape(
             "rect",
@@ -80,13 +80,13 @@ def smem_picture(smem: SmemMap, title: str) -> Markup:
         labels.append((smem.total + spare / 2, "to spare", f"{spare:,} B", "free"))
     labels.sort(key=lambda label: label[0])
     places = spread([at(label[0]) for label in labels], 17, _MAP_TOP + 8, _MAP_TOP + _MAP_HEIGHT)
-    for (offset, name, size, hue), y in zip(labels, places, strict=True):
+    for (offset, name, figure, hue), y in zip(labels, places, strict=True):
         bend = 1 + _BAR
         picture.shape("path", "leader", d=f"M{bend} {at(offset):.1f}L{bend + 14} {y:.1f}H{_LABEL - 13}")
         if hue:
             picture.shape("rect", f"swatch {hue}", x=_LABEL - 11, y=y - 4, width=8, height=8)
         picture.text(_LABEL, y + 4, name, "name")
-        picture.text(_MAP_WIDTH - 2, y + 4, size, "figure", "end")
+        picture.text(_MAP_WIDTH - 2, y + 4, figure, "figure", "end")
     return picture.markup()
 
 
@@ -105,7 +105,7 @@ _WARP_WIDTH, _ROW, _NAMES = 520, 26, 104
 def warps_picture(roles: Sequence[WarpRole], registers_per_sm: int, title: str) -> Markup:
     """Draw the registers of a block: a row for each role, as long as the registers that its warps hold together."""
     height = _ROW * len(roles) + 34
-    picture = Picture(_WARP_WIDTH, height, title)
+    picture = Picture(_WARP_WIDTH, title, height)
     plot = _WARP_WIDTH - _NAMES - 2
     scale = plot / registers_per_sm
     begin = 0

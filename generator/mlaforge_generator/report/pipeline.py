@@ -42,7 +42,7 @@ def pipeline_picture(
     waiters = _in_order(names, [edge for edge in edges if edge.action == "waits"], used)
     rows = max(len(used), 1)
     height = 34 + rows * _STEP
-    picture = Picture(_WIDTH, height, title)
+    picture = Picture(_WIDTH, title, height)
     for x, words in ((_LEFT + _BOX / 2, "completes"), (_WIDTH / 2, "mbarrier"), (_RIGHT + _BOX / 2, "waits")):
         picture.text(x, 14, words, "note", "middle")
     middle = {each.name: 34 + _STEP * (i + 0.5) - 8 for i, each in enumerate(used)}

@@ -15,11 +15,12 @@ _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 class Picture:
     """A picture that takes its colours from the page: shapes have classes, no colours."""
 
-    def __init__(self, width: float, height: float, title: str) -> None:
+    def __init__(self, width: float, title: str, height: float = 0) -> None:
+        self.width = width
         self.root = ET.Element(
-            "svg", {"xmlns": _NAMESPACE, "viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria-label": ""}
+            "svg",
+            {"xmlns": _NAMESPACE, "viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria-label": _text(title)},
         )
-        self.root.set("aria-label", _text(title))
         self.root.set("style", f"--width:{width:g}px")
 
     def shape(self, tag: str, classes: str, title: str = "", **attributes: float | str) -> ET.Element:
@@ -39,8 +40,10 @@ class Picture:
         element.text = _text(words)
         return element
 
-    def markup(self) -> Markup:
-        """Give the picture for a page."""
+    def markup(self, height: float | None = None) -> Markup:
+        """Give the picture for a page; `height`, if it was not known before."""
+        if height is not None:
+            self.root.set("viewBox", f"0 0 {self.width:g} {height:g}")
         return Markup(ET.tostring(self.root, encoding="unicode"))
 
 
