@@ -14,7 +14,7 @@ import click
 from ..target import TARGETS
 from .group import ToolchainFailure, UsageFailure, cli
 from .inputs import complete_spec, make_folders
-from .output import print_json, print_parts, status
+from .output import print_json, print_parts, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,10 +51,10 @@ def compile_folders(folders: Sequence[Path]) -> list[tuple[Manifest, CompiledKer
         raise UsageFailure(str(error)) from None
     sources = [(manifest, source) for manifest in manifests for source in manifest.sources]
     try:
-        with status(f"compiling {len(sources)} kernels"), warnings.catch_warnings():
+        with progress("compiling", len(sources)) as advance, warnings.catch_warnings():
             # The report says it.
             warnings.simplefilter("ignore", KernelWarning)
-            kernels = compile_many([source for _, source in sources])
+            kernels = compile_many([source for _, source in sources], advance=advance)
             return [(manifest, kernel.with_sass()) for (manifest, _), kernel in zip(sources, kernels, strict=True)]
     except (CompileError, ToolchainError) as error:
         raise ToolchainFailure(str(error)) from None
