@@ -170,6 +170,14 @@ def generate(specs: tuple[str, ...], output: Path, check: bool, as_json: bool) -
 
 
 @cli.command()
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["json", "markdown"]),
+    default="json",
+    show_default=True,
+    help="A JSON Schema for editors; or markdown, the reference for people that docs/spec.md is.",
+)
 @click.option("--check", is_flag=True, help="Compare with FILE and fail if it differs.")
 @click.option(
     "-o",
@@ -177,27 +185,33 @@ def generate(specs: tuple[str, ...], output: Path, check: bool, as_json: bool) -
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write it to FILE, or compare it with FILE.  [default of --check: the one beside the shipped specs]",
+    help="Write it to FILE, or compare it with FILE.  [default of --check: the schema beside the shipped specs]",
 )
-@click.option("--json", "as_json", is_flag=True, help="With --check: print what came of it as JSON, as all else is.")
-def schema(check: bool, file: Path | None, as_json: bool) -> None:
-    """Print the JSON Schema of a spec, for editors."""
+@click.option("--json", "as_json", is_flag=True, help="With --check: print what came of it as JSON.")
+def schema(kind: str, check: bool, file: Path | None, as_json: bool) -> None:
+    """Print the schema of a spec, for editors or for people."""
+    from ..spec_reference import reference_text
+
+    text = schema_text() if kind == "json" else reference_text()
     if check:
+        if file is None and kind != "json":
+            raise click.UsageError("--check of the reference needs -o FILE")
         path = file or spec_dir() / "schema.json"
         found = path.read_bytes() if path.is_file() else None
-        in_step = found == schema_text().encode()
+        in_step = found == text.encode()
         if as_json:
             print_json({"file": str(path), "up_to_date": in_step})
         if not in_step:
             state = "differs from the code's" if found is not None else "is missing"
-            raise Failure(f"{path}: the schema {state}; run: mlaforge schema -o {path}")
+            option = "" if kind == "json" else f" --format {kind}"
+            raise Failure(f"{path}: the schema {state}; run: mlaforge schema{option} -o {path}")
         if not as_json:
             click.echo(f"{path}: up to date")
     elif file is None:
-        click.echo(schema_text(), nl=False)
+        click.echo(text, nl=False)
     else:
         with writing(file):
-            file.write_text(schema_text(), encoding="utf-8")
+            file.write_text(text, encoding="utf-8", newline="")
 
 
 def _check_generated(plans: Sequence[Plan], output: Path, *, complete: bool, as_json: bool) -> None:
