@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 import mlaforge_generator
 from documents import ROOT, read_blocks
 from mlaforge.compiler import CompiledKernel
-from mlaforge.manifest import read_manifest
+from mlaforge.manifest import Manifest, read_manifest
 from mlaforge_generator import cli
 from mlaforge_generator.cli import group
 from mlaforge_generator.cli.output import print_json
@@ -199,7 +199,9 @@ def test_trace_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["warps"] == [{"name": "warp 0", "group": "scores"}] and found["buffers"][0]["name"] == "tile 0"
 
 
-NOTHING = CompiledKernel(Path("decode.cu"), "sm_90a", "", b"", {}, "", {}, {}, True)
+def compile_nothing(folders: list[Path]) -> list[tuple[Manifest, CompiledKernel]]:
+    manifest = read_manifest(folders[0])
+    return [(manifest, CompiledKernel(manifest.decode.source, "sm_90a", "", b"", {}, "", {}, {}, True))]
 
 
 def test_make_as_json(on_cpu: Decoders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -209,7 +211,7 @@ def test_make_as_json(on_cpu: Decoders, monkeypatch: pytest.MonkeyPatch, tmp_pat
         return of_make(seed, examples, 100, device="cpu", kernels=("decode",), results=results)
 
     monkeypatch.setattr(cli.make, "Run", small)
-    monkeypatch.setattr(cli.make, "compile_folders", lambda folders: [(read_manifest(folders[0]), NOTHING)])
+    monkeypatch.setattr(cli.make, "compile_folders", compile_nothing)
     made = as_json("make", "minicpm3", "-o", tmp_path, "--examples", "3")
     assert made["plan"]["spec"]["name"] == "minicpm3" and made["generated"]["folder"] == str(tmp_path / "minicpm3")
     assert made["kernels"][0]["cubin_bytes"] == 0 and made["simulated"] is None
