@@ -13,9 +13,9 @@ _HEAD = """\
 
 <!-- Made by `mlaforge schema --format markdown`. Do not edit: change the descriptions in spec.py. -->
 
-A spec is one YAML file: the attention of one model, its cache, and what its kernels may choose. Fields have the names of
-Hugging Face's config.json. `name` and `model` are needed, all else has a default. `auto` leaves a choice to the planner;
-`mlaforge plan` says what it chose, and why.
+A spec is one YAML file: the attention of one model, its cache, and what its kernels may choose. Fields have the names
+of Hugging Face's config.json. `name` and `model` are needed, all else has a default. `auto` leaves a choice to the
+planner; `mlaforge plan` says what it chose, and why.
 
 ```yaml
 name: my_model
@@ -27,8 +27,9 @@ model:
   v_head_dim: 128
 ```
 
-A field that is not listed here, a wrong type, a value out of bounds or a key that stands there twice is an error that names
-file, line and field; all errors of a file come at once. Where an integer is needed, neither `64.0` nor `"64"` is one.
+A field that is not listed here, a wrong type, a value out of bounds or a key that stands there twice is an error that
+names file, line and field; all errors of a file come at once. Where an integer is needed, neither `64.0` nor `"64"` is
+one.
 
 What is listed here is what a spec may say. Not every such spec has kernels: which widths they need is for the planner,
 whose errors name the field, the limit and what to change.
