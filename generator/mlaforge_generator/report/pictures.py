@@ -99,7 +99,7 @@ def _hover(region: SmemRegion) -> str:
     return f"{region.name}{where}: {region.size:,} B from {region.offset:,}\n{region.what}"
 
 
-_WARP_WIDTH, _ROW, _NAMES = 520, 26, 104
+_WARP_WIDTH, _ROW, _NAMES = 440, 26, 92
 
 
 def warps_picture(roles: Sequence[WarpRole], registers_per_sm: int, title: str) -> Markup:

@@ -27,7 +27,7 @@ class Edge:
     """Name of the group."""
 
 
-_WIDTH, _BOX, _PILL, _STEP = 500, 112, 118, 46
+_WIDTH, _BOX, _PILL, _STEP = 440, 102, 112, 46
 _LEFT, _MIDDLE, _RIGHT = 1.0, (_WIDTH - _PILL) / 2, _WIDTH - _BOX - 1.0
 
 
