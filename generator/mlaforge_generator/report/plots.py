@@ -177,7 +177,7 @@ def _bars(groups: Sequence[tuple[str, Mapping[str, Timed]]], titles: Mapping[str
             words += f", {each.watts:.0f} W" if each.watts else ""
             words += f", {each.nj_per_token:.0f} nJ" if each.nj_per_token else ""
             full = titles.get(name, name)
-            shown = full if len(full) <= 27 else f"{full[:26]}..."
+            shown = full if len(full) <= 25 else f"{full[:23]}..."
             picture.text(left - 8, y + 12, shown, "name", "end")
             length = rate / most * room
             picture.shape(
