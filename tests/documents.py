@@ -10,7 +10,7 @@ A document's blocks are run in their order, in a folder of their own, as a reade
 - `cuda` and `jinja` are parts of a file, which the comment in the first line names: each line must be there, in order.
 - `diff` is carried out in a copy of the checkout.
 
-A comment `<!-- not run: why -->` in the line before a block leaves it out.
+A comment `<!-- not run here: why -->` in the line before a block leaves it out.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def read_blocks(path: Path) -> list[Block]:
         if language is None and line.startswith("```"):
             language, start, lines = line[3:].strip(), number, []
         elif language is not None and line == "```":
-            reason = re.fullmatch(r"<!-- not run: (.+) -->", before)
+            reason = re.fullmatch(r"<!-- not run here: (.+) -->", before)
             text = "".join(f"{each}\n" for each in lines)
             found.append(Block(path.relative_to(ROOT).as_posix(), start, language, text, reason[1] if reason else None))
             language = None

@@ -20,8 +20,8 @@ from mlaforge_generator.spec_reference import reference_text
 NOT_RUN = {
     ("README.md", "pip install . && mlaforge make deepseek_v3", "installs; .ci/run does the same"),
     ("README.md", "pip install '.[test]' && python -m pytest -n 2", "installs; .ci/run does the same"),
-    ("README.md", "import torch", "run by tests/test_attention.py"),
-    ("README.md", "import torch", "run by tests/test_flash_mla.py"),
+    ("README.md", "import torch", "in tests/test_attention.py"),
+    ("README.md", "import torch", "in tests/test_flash_mla.py"),
     (
         "README.md",
         "set(MLAFORGE_CUTLASS_INCLUDE_DIR /path/to/cutlass/include)",

@@ -482,6 +482,21 @@ def test_verify_in_a_report(on_cpu: Decoders, small: Path, tmp_path: Path, monke
     assert "verification failed" in page.text and "reproduce: mlaforge verify tour" in page.text
 
 
+@pytest.mark.usefixtures("compiled_once")
+def test_without_a_compiler_nothing_is_verified(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise CompilerMissingError("install g++")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("mlaforge.simulator.find_compiler", missing)
+    for arguments in (("report", small, "-o", tmp_path / "a.html", "--verify"), ("make", small, "-o", tmp_path)):
+        monkeypatch.setattr(cli.make, "compile_folders", lambda folders: [])
+        monkeypatch.setattr(cli.make, "compile_tables", lambda compiled: [])
+        result = run(*arguments)
+        assert result.exit_code == 3 and result.stderr == "install g++\n"
+    assert not (tmp_path / "a.html").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

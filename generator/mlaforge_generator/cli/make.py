@@ -11,7 +11,7 @@ import click
 
 from . import devices
 from .compile import compile_folders, compile_json, compile_tables
-from .group import COUNT, cli
+from .group import COUNT, ToolchainFailure, cli
 from .inputs import complete_spec, make_plans, write_generated
 from .output import print_json, print_parts, progress
 from .verify import Run, check_absorption_of, verify_folder
@@ -69,13 +69,22 @@ def make(spec: str, output: Path, examples: int | None, seed: int, as_json: bool
 
 
 def compile_for_the_simulator(folder: Path) -> None:
-    """Compile a folder's kernels for the CPU, side by side: one after the other takes longer than to run them."""
+    """Compile a folder's kernels for the CPU, side by side: one after the other takes longer than to run them.
+
+    `Failure` says what the simulator lacks.
+    """
     from mlaforge.manifest import read_manifest
-    from mlaforge.simulator import compile_library
+    from mlaforge.simulator import CompilerMissingError, compile_library
 
     manifest = read_manifest(folder)
     kernels = [(each.source, each.entry) for each in manifest.decodes]
     kernels += [(each.source, each.entry) for each in manifest.kernels.values()]
-    with progress("compiling for the simulator", len(kernels)) as advance, ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(lambda kernel: compile_library(*kernel), kernels):
-            advance()
+    try:
+        with (
+            progress("compiling for the simulator", len(kernels)) as advance,
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+        ):
+            for _ in pool.map(lambda kernel: compile_library(*kernel), kernels):
+                advance()
+    except CompilerMissingError as error:
+        raise ToolchainFailure(str(error)) from None
