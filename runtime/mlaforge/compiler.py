@@ -15,7 +15,7 @@ import subprocess
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,7 @@ def compile_many(
     arch: str = "sm_90a",
     options: CompileOptions | None = None,
     cache: KernelCache | None = None,
+    advance: Callable[[], None] = lambda: None,
 ) -> list[CompiledKernel]:
     """Compile several .cu files at once and return them in the order given.
 
@@ -203,6 +204,7 @@ def compile_many(
         arch: as for `compile_kernel`.
         options: as for `compile_kernel`.
         cache: as for `compile_kernel`.
+        advance: called once for each file, when it is done; from any thread.
 
     Raises:
         CompileError: of the first file, in the order given, that does not compile. The others are compiled and cached
@@ -215,17 +217,25 @@ def compile_many(
     jobs = {source: _Job.of(source, arch, options) for source in sources}
     done = {source: hit for source, job in jobs.items() if (hit := job.load(cache)) is not None}
     misses = [source for source in jobs if source not in done]
+    for _ in done:
+        advance()
     if len(misses) == 1:
         done[misses[0]] = jobs[misses[0]].run(cache)
+        advance()
     elif misses:
-        done |= _compile_in_processes(misses, workers, arch, options, cache)
+        done |= _compile_in_processes(misses, workers, arch, options, cache, advance)
     for kernel in done.values():
         _surface(kernel)
     return [done[source] for source in sources]
 
 
 def _compile_in_processes(
-    sources: Sequence[Path], workers: int | None, arch: str, options: CompileOptions, cache: KernelCache
+    sources: Sequence[Path],
+    workers: int | None,
+    arch: str,
+    options: CompileOptions,
+    cache: KernelCache,
+    advance: Callable[[], None],
 ) -> dict[Path, CompiledKernel]:
     import concurrent.futures
     import multiprocessing
@@ -239,6 +249,7 @@ def _compile_in_processes(
         with concurrent.futures.ProcessPoolExecutor(count, context) as pool:
             for source in sources[start : start + batch]:
                 futures[source] = pool.submit(_compile, source, arch, options, cache)
+                futures[source].add_done_callback(lambda _: advance())
     return {source: future.result() for source, future in futures.items()}
 
 
