@@ -24,6 +24,17 @@ NOT_RUN = {
     ("README.md", "import torch", "in tests/test_flash_mla.py"),
     (
         "README.md",
+        "vllm serve deepseek-ai/DeepSeek-V2-Lite --trust-remote-code --attention-backend CUSTOM \\",
+        "needs vLLM and a Hopper GPU",
+    ),
+    (
+        "README.md",
+        "python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V2-Lite --trust-remote-code --page-size 64 "
+        "\\",
+        "needs SGLang and a Hopper GPU",
+    ),
+    (
+        "README.md",
         "set(MLAFORGE_CUTLASS_INCLUDE_DIR /path/to/cutlass/include)",
         "part of a C++ project; tests/test_export.py builds one",
     ),

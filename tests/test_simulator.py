@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlaforge
+from folders import generate
 from mlaforge.api import MLA
 from mlaforge.launch import Cuda
 from mlaforge.simulator import (
@@ -24,7 +25,6 @@ from mlaforge.simulator import (
     unowned_slots,
 )
 from mlaforge.verify import Problem, make_inputs, random_problem, run_problem
-from folders import generate
 from mutants import mutant_cache
 
 GENERATED = Path(__file__).parents[1] / "generated"

@@ -632,7 +632,7 @@ TILE_ROWS: dict[str, tuple[int, ...]] = {"plain": (64,), "skewed": (64,), "swapp
 
 
 _MIN_STAGES = {"plain": 2, "skewed": 2, "swapped": 1}
-"""With one stage the scores of a tile would wait for room that the products with the tile before only leave behind them."""
+"""With one stage the scores of a tile would wait for room that only the products with the tile before give back."""
 
 
 def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *, at_most: bool = False) -> int | None:
