@@ -36,7 +36,9 @@ from test_verify import one_thread as one_thread
 
 GENERATED = Path(__file__).parents[1] / "generated"
 MANIFESTS = [read_manifest(GENERATED / name) for name in ("deepseek_v3", "minicpm3", "glm_5_3_flash")]
-PAGE_1 = dataclasses.replace(MANIFESTS[1], cache=dataclasses.replace(MANIFESTS[1].cache, dtype="fp16", page_size=1))
+PAGE_1 = dataclasses.replace(
+    MANIFESTS[1], element="fp16", cache=dataclasses.replace(MANIFESTS[1].cache, dtype="fp16", page_size=1)
+)
 
 
 @dataclass(frozen=True)

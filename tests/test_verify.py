@@ -52,6 +52,10 @@ class Manifest:
     kernels: dict[str, object] = field(default_factory=dict)
     """Beside decode: none."""
 
+    @property
+    def element(self) -> str:
+        return self.cache.dtype
+
 
 @dataclass(frozen=True)
 class TorchDecoder:

@@ -75,7 +75,7 @@ class MLAAttention(nn.Module):
         self.config = config
         self.mla = mla
         self.num_heads = config.num_attention_heads // manifest.tensor_parallel
-        self.dtype = DTYPES[manifest.cache.dtype]
+        self.dtype = DTYPES[manifest.element]
         self.device = torch.device(mla.backend.device_type if device is None else device)
         for name, needed, table in (
             ("cos_sin", config.rotation, None if tables is None else tables.cos_sin),

@@ -158,7 +158,7 @@ class MemoryProblem(ABC):
     def _cache(self, pages: int, manifest: Manifest, device: str | torch.device) -> torch.Tensor:
         """Give a cache of NaN, (pages, page_size, d_qk), or a layer of one. No result is poisoned with this NaN."""
         shape = (pages, self.cache_layers, manifest.cache.page_size, manifest.d_qk)
-        return torch.full(shape, 0x7FFF, dtype=torch.int16, device=device).view(DTYPES[manifest.cache.dtype])[:, -1]
+        return torch.full(shape, 0x7FFF, dtype=torch.int16, device=device).view(DTYPES[manifest.element])[:, -1]
 
     def _passed(self, cache: torch.Tensor) -> torch.Tensor:
         return cache.unsqueeze(2) if self.cache_4d else cache
@@ -335,7 +335,7 @@ class AppendProblem(MemoryProblem):
     def run(self, mla: MemoryKernelsOf, device: str | torch.device) -> Outcome:
         """Write, and compare the written slots with float64, all else to the bit."""
         manifest, generator = mla.manifest, torch.Generator(device).manual_seed(self.seed)
-        dtype = DTYPES[manifest.cache.dtype]
+        dtype = DTYPES[manifest.element]
         rank, rope_dim = int(manifest.model["kv_lora_rank"]), int(manifest.model["qk_rope_head_dim"])
         page, n = manifest.cache.page_size, self.tokens
 
@@ -454,7 +454,7 @@ class MergeProblem(MemoryProblem):
 
     def run(self, mla: MemoryKernelsOf, device: str | torch.device) -> Outcome:
         """Merge, and compare with float64."""
-        dtype = DTYPES[mla.manifest.cache.dtype]
+        dtype = DTYPES[mla.manifest.element]
         generator = torch.Generator(device).manual_seed(self.seed)
         batch = (self.batch,) if self.batch else ()
         apart = 8 if self.strided else 0

@@ -58,7 +58,7 @@ def _size(*tensors: torch.Tensor) -> int:
 
 
 def _normal(manifest: Manifest, device: torch.device, *shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=DTYPES[manifest.cache.dtype], device=device).normal_()
+    return torch.empty(shape, dtype=DTYPES[manifest.element], device=device).normal_()
 
 
 def _pages(manifest: Manifest, tokens: int) -> int:
