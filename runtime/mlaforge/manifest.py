@@ -141,7 +141,10 @@ class Manifest:
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files to compile."""
-        return (*(each.source for each in reversed(self.decodes)), *(each.source for each in self.kernels.values()))
+        return (
+            *(each.source for each in (*self.decodes[-1:], *self.decodes[:-1])),
+            *(each.source for each in self.kernels.values()),
+        )
 
     @property
     def dynamic_smem(self) -> Mapping[Path, int]:
