@@ -133,9 +133,13 @@ class Plan:
     @property
     def decode(self) -> DecodePlan:
         """The decode kernel that serves any number of rows; SpecError if there is none."""
+        self.require_decode()
+        return self.decodes[-1]
+
+    def require_decode(self) -> None:
+        """Refuse a spec without a decode kernel with a SpecError."""
         if not self.decodes:
             raise SpecError([self.spec.problem("cache.dtype", _no_decode(self.spec))])
-        return self.decodes[-1]
 
     @property
     def narrow_decodes(self) -> tuple[DecodePlan, ...]:
