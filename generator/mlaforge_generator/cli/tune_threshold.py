@@ -64,9 +64,8 @@ def require_both_ways(source: Source, plan: Plan) -> None:
     there = {kernel.name for kernel in plan.kernels} | {"decode" for _ in plan.decodes}
     for name in ("prefill", "decode"):
         if name not in there:
-            raise UsageFailure(
-                f"{source.given}: there is no {name} kernel, so that no threshold has an effect; `mlaforge plan` says why"
-            )
+            why = f"there is no {name} kernel, so that no threshold has an effect; `mlaforge plan` says why"
+            raise UsageFailure(f"{source.given}: {why}")
     source.edited(functools.partial(write_threshold, threshold=0))
 
 
