@@ -5,7 +5,7 @@
 
 namespace mlaforge {
 
-// A sign, two bits of exponent, one of mantissa; two to a byte, the first in the low bits. Hopper has no instruction for it.
+// A sign, two bits of exponent, one of mantissa; two to a byte, the first in the low bits. Hopper can't convert it.
 struct E2m1 {};
 
 // The nearest e2m1, ties to even; what is beyond 6 is 6, and so is NaN.
