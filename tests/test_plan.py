@@ -21,6 +21,8 @@ from mlaforge_generator.target import Target
 from strategies import specs
 
 SHIPPED = sorted(path.stem for path in spec_dir().glob("*.yaml"))
+DECODED = [name for name in SHIPPED if make_plan(load_spec(find_spec(name))).decodes]
+"""Those with a decode kernel."""
 
 
 def regions_fit(decode: DecodePlan, target: Target) -> None:
@@ -164,7 +166,7 @@ def test_invariants_of_any_plan(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("invariant", INVARIANTS, ids=lambda invariant: invariant.__name__)
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", DECODED)
 def test_invariants_of_the_shipped_specs(name: str, invariant: Callable[[Plan], None]) -> None:
     invariant(make_plan(load_spec(find_spec(name))))
 
@@ -188,9 +190,25 @@ def test_as_many_stages_as_fit_and_not_one_more(spec: Spec) -> None:
 def test_a_plan_is_plain_data() -> None:
     plan = make_plan(load_spec(find_spec("deepseek_v3")))
     data = json.loads(json.dumps(plan.to_json()))
-    assert set(data) == {each.name for each in fields(Plan)}
+    assert set(data) == {each.name for each in fields(Plan)} - {"decodes"} | {"decode", "narrow_decodes"}
     assert data["decode"]["smem"]["total"] == plan.decode.smem.total
     assert data["spec"]["model"]["kv_lora_rank"] == 512
+
+
+QUANTISED = ("fp8_e4m3", "fp8_e4m3_token", "fp8_ds_mla", "nvfp4")
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_a_quantised_cache_has_no_decode_kernel_and_all_others(dtype: str) -> None:
+    tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
+    tree["cache"]["dtype"] = dtype
+    plan = make_plan(Spec.model_validate(tree))
+    assert plan.spec.element == "bf16" and plan.decodes == plan.narrow_decodes == ()
+    assert [kernel.name for kernel in plan.kernels] == ["gather", "append", "merge", "prefill"]
+    with pytest.raises(SpecError, match=rf"no decode kernel reads a cache of {dtype}"):
+        _ = plan.decode
+    assert ("kernels.decode", "none") in {(choice.field, choice.value) for choice in plan.choices}
+    assert plan.to_json()["decode"] is None and plan.to_json()["narrow_decodes"] == []
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(1, 16), (16, 16), (17, 32), (128, 32)])

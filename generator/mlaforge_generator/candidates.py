@@ -147,7 +147,9 @@ def _may_be_auto(declaration: Mapping[str, Any]) -> bool:
 
 def _candidate(label: str, settings: Mapping[str, Value], spec: Spec) -> Candidate:
     try:
-        return Candidate(label, settings, spec, render(make_plan(spec)), None)
+        plan = make_plan(spec)
+        plan.require_decode()
+        return Candidate(label, settings, spec, render(plan), None)
     except SpecError as error:
         reasons = (f"{problem.field}: {problem.message}" for problem in error.problems)
         return Candidate(label, settings, spec, None, "; ".join(reasons))

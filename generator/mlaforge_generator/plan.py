@@ -124,18 +124,27 @@ class Plan:
     spec: Spec
     target: Target
     softmax_scale: float
-    decode: DecodePlan
-    """The decode kernel that serves any number of rows."""
-    narrow_decodes: tuple[DecodePlan, ...]
-    """Those for calls whose rows fit into one narrower tile, fewest rows first."""
+    decodes: tuple[DecodePlan, ...]
+    """The decode kernels, fewest rows first; none if no decode kernel reads the cache."""
     kernels: tuple[KernelPlan, ...]
     """The other kernels; see kernels.py."""
     choices: tuple[Choice, ...]
 
     @property
-    def decodes(self) -> tuple[DecodePlan, ...]:
-        """All decode kernels, fewest rows first."""
-        return (*self.narrow_decodes, self.decode)
+    def decode(self) -> DecodePlan:
+        """The decode kernel that serves any number of rows; SpecError if there is none."""
+        self.require_decode()
+        return self.decodes[-1]
+
+    def require_decode(self) -> None:
+        """Refuse a spec without a decode kernel with a SpecError."""
+        if not self.decodes:
+            raise SpecError([self.spec.problem("cache.dtype", _no_decode(self.spec))])
+
+    @property
+    def narrow_decodes(self) -> tuple[DecodePlan, ...]:
+        """Those for calls whose rows fit into one narrower tile, fewest rows first."""
+        return self.decodes[:-1]
 
     def decode_for(self, rows: int) -> DecodePlan:
         """Give the decode kernel of a call with so many rows, s_q x heads of a kv head: the runtime's choice."""
@@ -147,7 +156,7 @@ class Plan:
             "spec": self.spec.model_dump(),
             "target": asdict(self.target),
             "softmax_scale": self.softmax_scale,
-            "decode": asdict(self.decode),
+            "decode": asdict(self.decode) if self.decodes else None,
             "narrow_decodes": [asdict(each) for each in self.narrow_decodes],
             "kernels": {kernel.name: asdict(kernel) for kernel in self.kernels},
             "choices": [asdict(choice) for choice in self.choices],
@@ -160,6 +169,19 @@ def make_plan(spec: Spec) -> Plan:
     problems = list(_shape_problems(spec))
     if problems:
         raise SpecError(problems)
+    if spec.layout is None:
+        decodes, choices = _plan_decodes(spec, target)
+    else:
+        decodes, choices = (), [Choice("kernels.decode", "none", _no_decode(spec))]
+    kernels, of_kernels = plan_kernels(spec, target)
+    return Plan(spec, target, spec.softmax_scale, decodes, kernels, (*choices, *of_kernels))
+
+
+def _no_decode(spec: Spec) -> str:
+    return f"no decode kernel reads a cache of {spec.cache.dtype}; bf16 and fp16 have one"
+
+
+def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], list[Choice]]:
     choices: list[Choice] = []
     options = spec.kernels.decode
     tokens = options.tile_tokens
@@ -197,8 +219,7 @@ def make_plan(spec: Spec) -> Plan:
         why = f"as many tiles as fit in {target.smem_per_block:,} B, at most {MAX_STAGES}"
         stages_of_all = ", ".join(str(each.tile.stages) for each in (decode, *reversed(narrow)))
         choices.append(Choice("kernels.decode.stages", stages_of_all, why))
-    kernels, of_kernels = plan_kernels(spec, target)
-    return Plan(spec, target, spec.softmax_scale, decode, tuple(narrow), kernels, (*choices, *of_kernels))
+    return (*narrow, decode), choices
 
 
 def _tile_rows(spec: Spec, schedule: str) -> int:
@@ -215,7 +236,7 @@ def _decode(spec: Spec, target: Target, name: str, schedule: str, rows: int, tok
         template=f"kernels/decode_{schedule}.cu.j2",
         file=f"{name}.cu",
         entry=f"mla_{name}",
-        element=ELEMENTS[spec.cache.dtype],
+        element=ELEMENTS[spec.element],
         d_qk=spec.d_qk,
         d_v=spec.d_v,
         page_size=spec.cache.page_size,

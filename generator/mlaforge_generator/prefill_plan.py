@@ -302,7 +302,7 @@ def _plan(spec: Spec, tile: PrefillTile, target: Target) -> PrefillPlan:
         constants={"d_qk": width, "d_v": d_v, "tile_q": tile.rows, "tile_kv": tile.tokens},
         choices=tuple(_choices(spec, tile, target)),
         spec_name=spec.name,
-        element=ELEMENTS[spec.cache.dtype],
+        element=ELEMENTS[spec.element],
         d_qk=width,
         d_v=d_v,
         tile=tile,

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from mlaforge.arguments import DTYPES, require_aligned, require_dtype, require_positive, shape_of
-from mlaforge.calls import LOG2_E, CallCache, LazyKernels, Loaded, current, divisor, tensor_map_shape
-from mlaforge.compiler import source_closure
+from mlaforge.calls import LOG2_E, CallCache, LazyKernels, Loaded, current, divisor, kernel_key, tensor_map_shape
 from mlaforge.launch import Cuda, DefinedTensor, LaunchTensor, TensorMapShape
 from mlaforge.manifest import DecodeKernel, Manifest
 from mlaforge.simulator import Simulator
-
-_simulators = itertools.count()
 
 
 class DecodeTensors(NamedTuple):
@@ -85,22 +80,17 @@ def _check_layout(name: str, tensor: torch.Tensor) -> None:
 class DecodeRunner:
     """The compiled kernels of one manifest and the call that runs them."""
 
-    def __init__(self, manifest: Manifest, backend: Cuda | Simulator) -> None:
+    def __init__(self, manifest: Manifest, backend: Cuda | Simulator, key: str | None = None) -> None:
         """Compile the decode kernel for a backend, or take it from the cache; narrower ones follow at their first call.
+
+        The operators know it by `key`; it is that of `kernel_key` if None.
 
         Raises:
             CompileError: a kernel does not compile.
             ToolchainError: the compiler or its headers are missing.
         """
         self.manifest = manifest
-        digest = hashlib.sha256((manifest.folder / "manifest.json").read_bytes())
-        for source in manifest.sources:
-            for name, text in sorted(source_closure(source).items()):
-                digest.update(f"{name}\0{len(text)}\0".encode() + text)
-        self.key = f"{manifest.name}:{digest.hexdigest()[:16]}"
-        if isinstance(backend, Simulator):
-            # Each has a seed of its own; kernels for a GPU are the same whoever loads them, also in another process.
-            self.key += f":sim{next(_simulators)}"
+        self.key = kernel_key(manifest, backend) if key is None else key
         self._backend = backend
         self._calls: CallCache[_Call] = CallCache()
         self._kernels = LazyKernels(manifest, backend)
@@ -118,7 +108,7 @@ class DecodeRunner:
     def check(self, tensors: DecodeTensors) -> _Shape:
         """Check all but the addresses; ValueError names the tensor, what it is and what it must be."""
         m = self.manifest
-        dtype = DTYPES[m.cache.dtype]
+        dtype = DTYPES[m.element]
         q, kv_cache, block_table, cache_seqlens, out, lse = tensors
         shape = self.check_shapes(q, kv_cache, block_table, cache_seqlens)
         for name, tensor in zip(tensors._fields, tensors, strict=True):
@@ -165,7 +155,7 @@ class DecodeRunner:
     ) -> _Shape:
         """Check shapes and dtypes alone, which also holds for tensors without storage."""
         m = self.manifest
-        dtype = DTYPES[m.cache.dtype]
+        dtype = DTYPES[m.element]
         if not (q.dim() == 4 and q.shape[3] == m.d_qk and q.shape[1] >= 1 and q.shape[2] >= 1):
             raise ValueError(f"q has shape {shape_of(q)}; it must be (b, s_q, h_q, {m.d_qk})")
         page = m.cache.page_size
@@ -231,9 +221,9 @@ class DecodeRunner:
             parts=max(min(blocks // tiles, decode.max_parts), 1),
             copy_q=not one_stride,
             heads_per_kv=divisor(shape.heads_per_kv),
-            q_map=tensor_map_shape(m.cache.dtype, (m.d_qk, rows, shape.h_kv, shape.b), q_strides, decode.boxes["q"]),
+            q_map=tensor_map_shape(m.element, (m.d_qk, rows, shape.h_kv, shape.b), q_strides, decode.boxes["q"]),
             kv_map=tensor_map_shape(
-                m.cache.dtype,
+                m.element,
                 (m.d_qk, m.cache.page_size, shape.h_kv, kv_cache.shape[0]),
                 (kv_cache.stride(1), head_stride, kv_cache.stride(0)),
                 decode.boxes["kv_cache"],

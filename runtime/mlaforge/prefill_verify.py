@@ -231,7 +231,7 @@ def make_inputs(problem: PrefillProblem, manifest: Manifest, device: str | torch
     """Make the tensors of a problem: normal values / 10, NaN where no sequence is and in what the call must write."""
     generator = torch.Generator(device).manual_seed(problem.seed)
     constants = kernel_of(manifest).constants
-    dtype = DTYPES[manifest.cache.dtype]
+    dtype = DTYPES[manifest.element]
     heads, margin = problem.heads, problem.margin
 
     def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
@@ -266,7 +266,7 @@ def make_chunked_inputs(problem: PrefillProblem, manifest: Manifest, device: str
     impossible, and what the call must write is NaN.
     """
     generator = torch.Generator(device).manual_seed(problem.seed)
-    constants, dtype = kernel_of(manifest).constants, DTYPES[manifest.cache.dtype]
+    constants, dtype = kernel_of(manifest).constants, DTYPES[manifest.element]
     heads, margin, page = problem.heads, problem.margin, manifest.cache.page_size
     rank, rope = int(manifest.model["kv_lora_rank"]), int(manifest.model["qk_rope_head_dim"])
     contexts = tuple(length - n for n, length in zip(problem.q, problem.k, strict=True))

@@ -274,7 +274,7 @@ def make_inputs(problem: Problem, manifest: Manifest, device: str | torch.device
     call must write is NaN.
     """
     generator = torch.Generator(device).manual_seed(problem.seed)
-    dtype = DTYPES[manifest.cache.dtype]
+    dtype = DTYPES[manifest.element]
     page_size, d_qk = manifest.cache.page_size, manifest.d_qk
     b, s_q, h_q, h_kv = problem.batch, problem.s_q, problem.h_q, problem.h_kv
 

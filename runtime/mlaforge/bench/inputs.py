@@ -35,7 +35,7 @@ def make_cache(manifest: Manifest, device: torch.device, b: int, s_k: int, seed:
     least = _CACHE_BYTES if device.type == "cuda" else 0
     pages = max(b * columns, -(-least // (2 * page * width)))
     torch.manual_seed(seed)
-    dtype = DTYPES[manifest.cache.dtype]
+    dtype = DTYPES[manifest.element]
     cache = torch.empty(pages, page, width, dtype=dtype, device=device)
     # In pieces: of a large cache random numbers of its own size beside it would be a waste.
     for first in range(0, pages, 1 << 13):

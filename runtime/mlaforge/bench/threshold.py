@@ -311,9 +311,7 @@ class ThresholdTuning:
 
 def _make_cache(manifest: Manifest, device: torch.device, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Give a cache of normalised latents, (pages, page_size, d_qk), and its pages in random order, int32."""
-    cache = torch.empty(
-        (pages, manifest.cache.page_size, manifest.d_qk), dtype=DTYPES[manifest.cache.dtype], device=device
-    )
+    cache = torch.empty((pages, manifest.cache.page_size, manifest.d_qk), dtype=DTYPES[manifest.element], device=device)
     return cache.normal_(), torch.randperm(pages, device=device).int()
 
 
