@@ -85,7 +85,8 @@ def test_invariants_of_any_plan(spec: Spec) -> None:
         return
     assert [c.field for c in plan.choices[-3:]] == [f"kernels.prefill.{n}" for n in ("tile_q", "tile_kv", "stages")]
     why = plan.choices[-2].why
-    assert ("beside P V" in why) == (prefill.tile.begun > 0) and ("next one's first product" in why) == prefill.tile.held
+    assert ("beside P V" in why) == (prefill.tile.begun > 0)
+    assert ("next one's first product" in why) == prefill.tile.held
     regions = {region.name: region for region in prefill.smem.regions}
     for before, after in itertools.pairwise(prefill.smem.regions):
         assert before.offset + before.size == after.offset
@@ -458,7 +459,10 @@ def test_a_problem_is_its_text(seed: int) -> None:
     assert str(problem) in problem.to_repro("x")
 
 
-@pytest.mark.parametrize("text", ["q=1 k=1 workspace=1 spike=3", "q=1", "q=1 k=x", "q=1,2 k=3", "q=1 k=1 heads=0", "q=1 k=1 what=1", "q=1 k=1 q=2"])
+@pytest.mark.parametrize(
+    "text",
+    ["q=1 k=1 workspace=1 spike=3", "q=1", "q=1 k=x", "q=1,2 k=3", "q=1 k=1 heads=0", "q=1 k=1 what=1", "q=1 k=1 q=2"],
+)
 def test_texts_that_are_no_problem(text: str) -> None:
     with pytest.raises(ValueError):
         PrefillProblem.parse(f"prefill {text}")
