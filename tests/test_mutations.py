@@ -37,6 +37,9 @@ RUNS = (
     *((problem, 4) for problem in PROBLEMS),
     # The part in the middle shares a request with either neighbour.
     (Problem(lengths=(760, 500), h_q=16), 3),
+    # Shares of one, and of two or three units, which several warps add up.
+    (Problem(lengths=(300,), h_q=1), 4),
+    (Problem(lengths=(300,), h_q=3), 4),
     # One part has more items than are known ahead.
     (Problem(lengths=(70, 5, 1, 64, 0, 90, 3), h_q=5), 1),
 )
@@ -105,6 +108,9 @@ MUTATIONS = (
     Mutation("weights are used before they are there", "named_barrier_sync(Barrier, kMergeThreads);", "", RACE, file="splits.cuh", behind="(max + log2_approx(sum)) * kLn2);"),
     Mutation("a share begins a unit late", "quotient(units * k, split.splits)", "quotient(units * k, split.splits) + 1", WRONG, file="splits.cuh"),
     Mutation("a weight of the split before", "load_shared_f32(weight + 4 * k)", "load_shared_f32(weight + 4 * (k > 0 ? k - 1 : 0))", WRONG, file="splits.cuh"),
+    Mutation("what other warps have added up is taken before it is there", "named_barrier_sync(Barrier, kMergeThreads);", "", RACE, file="splits.cuh", behind="// the next copies may land there"),
+    Mutation("every warp adds up the splits of the first", "warp_id() & (slices - 1)", "0", WRONG, file="splits.cuh"),
+    Mutation("the sum of one warp is left out", "k < slices && k < split.splits", "k < slices - 1 && k < split.splits", WRONG, file="splits.cuh"),
     Mutation("partial results are added up before they have landed", "mbarrier_wait(landed, phase);", "", f"{RACE}|{UNINITIALISED}", file="splits.cuh"),
     Mutation("those of a second request are waited for in the phase of the first's", "phase ^= 1;", "", f"{RACE}|{UNINITIALISED}", file="splits.cuh"),
     Mutation("too few bytes of partial results are waited for", "split.splits * count * kUnitBytes", "(split.splits - 1) * count * kUnitBytes", "", file="splits.cuh", behind="mbarrier_arrive_expect_tx(landed, "),
@@ -172,8 +178,11 @@ def test_nothing_is_found_where_no_mutation_is_on(mutants: Mutants, monkeypatch:
     assert not list(reports_of(mutants.switch(-1, monkeypatch), monkeypatch))
 
 
-# A multiple of rounds is a matter of the room, which the shipped kernels have plenty of.
-ROUNDS = Mutation("the next units land on those that are being added up", "if (first > begin) named_barrier_sync(Barrier, kMergeThreads);", "", RACE, file="splits.cuh")  # fmt: skip
+# More than one round is a matter of the room, which the shipped kernels have plenty of.
+ROUNDS = (
+    Mutation("the next units land on those that are being added up", "if (first > begin) named_barrier_sync(Barrier, kMergeThreads);", "", RACE, file="splits.cuh"),
+    Mutation("the next request's units land on a sum that a warp has left", "fence_proxy_async();", "", RACE, file="splits.cuh", behind="if (some && slice > 0)"),
+)  # fmt: skip
 
 
 def test_parts_merge_in_little_room(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,10 +191,12 @@ def test_parts_merge_in_little_room(tmp_path_factory: pytest.TempPathFactory, mo
     room = "kMergeBarrier, kOffsetFactors>"
     assert kernel.read_text().count(room) == 1
     kernel.write_text(kernel.read_text().replace(room, "kMergeBarrier, kMergeScratch<Config>>"))
-    rounds = Mutants.made(folder, (ROUNDS,), tmp_path_factory)
-    runs = [(Problem(lengths=(760, 500), h_q=64), 3)]
+    rounds = Mutants.made(folder, ROUNDS, tmp_path_factory)
+    # Of 38 rows the last round of the first request is of two or three units.
+    runs = [(Problem(lengths=(760, 500), h_q=h_q), 3) for h_q in (64, 38)]
     assert not list(reports_of(rounds.switch(-1, monkeypatch), monkeypatch, runs))
-    require_caught(ROUNDS, reports_of(rounds.switch(0, monkeypatch), monkeypatch, runs))
+    for number, mutation in enumerate(ROUNDS):
+        require_caught(mutation, reports_of(rounds.switch(number, monkeypatch), monkeypatch, runs))
 
 
 def kernels_of(folder: Path) -> tuple[str, ...]:
