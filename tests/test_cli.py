@@ -27,6 +27,8 @@ from test_verify import Manifest, TorchDecoder
 from test_verify import one_thread as one_thread
 
 SHIPPED = sorted(path.stem for path in spec_dir().glob("*.yaml"))
+DECODED = [name for name in SHIPPED if make_plan(load_spec(find_spec(name))).decodes]
+"""Those with a decode kernel."""
 
 
 def run(*arguments: str | Path) -> Result:
@@ -50,7 +52,7 @@ def lines_of(result: Result) -> list[str]:
 # ---- plan ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", DECODED)
 def test_plan_prints_every_number(name: str) -> None:
     result = run("plan", name)
     assert result.exit_code == 0 and result.stderr == ""
@@ -98,6 +100,23 @@ def test_plan_as_json_is_for_programs() -> None:
     }
     assert len(data["costs"]) > 1
     assert all(cost["floor_us"] == max(cost["memory_us"], cost["compute_us"]) for cost in data["costs"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row_bytes", "fits"),
+    [("fp8_e4m3", 576, 4_012_978), ("fp8_ds_mla", 656, 3_523_590), ("nvfp4", 416, 5_556_431)],
+)
+def test_plan_of_a_quantised_cache(dtype: str, row_bytes: int, fits: int) -> None:
+    """What a token takes, and the context that fits; where no decode kernel reads it, that, too."""
+    name = f"deepseek_v3_{dtype}"
+    text = run("plan", name).stdout
+    for words in (f"{dtype} cache of {row_bytes} B a token", f"MLA, {dtype}", f"141 GB hold a context of {fits:,}"):
+        assert words in text, words
+    data = json.loads(run("plan", name, "--json").stdout)
+    sizes = data["cache_sizes"]
+    assert (sizes["row_bytes"], sizes["memory"], sizes["context_that_fits"]) == (row_bytes, 141_000_000_000, fits)
+    if name not in DECODED:
+        assert data["decode"] is None and data["costs"] == [] and "no decode kernel" in text
 
 
 def test_plan_at_a_given_shape() -> None:

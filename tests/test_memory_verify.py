@@ -55,6 +55,7 @@ class TorchKernels:
         cu_seqlens: torch.Tensor,
         *,
         seq_starts: torch.Tensor | None = None,
+        tensor_scale: torch.Tensor | None = None,
         total_tokens: int | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -86,6 +87,7 @@ class TorchKernels:
         positions: torch.Tensor | None = None,
         cos_sin_cache: torch.Tensor | None = None,
         interleaved: bool | None = None,
+        tensor_scale: torch.Tensor | None = None,
     ) -> None:
         page, dtype = self.manifest.cache.page_size, kv_cache.dtype
         if self.fault == "raises":

@@ -52,6 +52,8 @@ class GatherPlan(MemoryPlan):
 class QuantisedGatherPlan(GatherPlan):
     """The same, dequantised on the way."""
 
+    element: str
+    """Of `out`."""
     format: str
     """As cache.dtype."""
     code: str
@@ -205,6 +207,7 @@ def _plan_quantised_gather(spec: Spec, layout: CacheLayout) -> QuantisedGatherPl
         constants={"tokens_per_block": THREADS // 32 * tokens},
         page_size=spec.cache.page_size,
         pieces=spec.d_qk * ELEMENT_BYTES // PIECE,
+        element=ELEMENTS[spec.element],
         format=layout.name,
         code=CODES[layout.latent],
         coded=sum(part.elements for part in coded),

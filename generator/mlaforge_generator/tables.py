@@ -130,7 +130,7 @@ def plan_tables(
             for s in sizes
         ),
         caption="16-bit elements, unless it says another format"
-        + ("" if spec.tensor_parallel == 1 else "; of all ranks together, each of which holds all of MLA's"),
+        + ("" if spec.tensor_parallel == 1 else "; of all ranks together; each rank holds all of MLA's"),
     )
     yield Text(
         f"\n{decimal_bytes(target.memory)} hold a context of {fits:,} tokens of {spec.row_bytes} B in each of these "

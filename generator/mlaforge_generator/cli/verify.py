@@ -224,10 +224,14 @@ def verify_folder(spec: str, folder: Path, run: Run) -> None:
 
 
 def _verify_decode(spec: str, mla: MLA, run: Run) -> None:
-    """Run the problems of decode; `Failure` if one is not accepted."""
+    """Run the problems of decode; `Failure` if one is not accepted, `UsageFailure` if the spec has no such kernel."""
     from mlaforge.verify import Problem, flashmla_matrix, random_problems, verify_problems
 
     problems: list[Problem] = []
+    if not mla.manifest.decodes:
+        if isinstance(run.problem, Problem) or run.matrix or "decode" in run.kernels:
+            raise UsageFailure(f"{spec}: there is no decode kernel; `mlaforge plan` says why")
+        return
     if isinstance(run.problem, Problem):
         problems = [run.problem]
     elif run.matrix and (not run.kernels or "decode" in run.kernels):

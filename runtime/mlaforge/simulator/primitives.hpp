@@ -141,6 +141,17 @@ inline float widen(E4m3, std::uint8_t u) {
   return u & 0x80 ? -x : x;
 }
 
+inline std::uint8_t round_to(E4m3, float x) {
+  if (x != x) return 0x7f;
+  const float size = std::fmin(std::fabs(x), 448.f);
+  std::uint32_t u;
+  std::memcpy(&u, &size, 4);
+  // Below the normal numbers the steps are 2^-9; above, three bits of mantissa are left.
+  const auto code = size < 0x1p-6f ? static_cast<std::uint32_t>(std::nearbyint(size * 0x1p9f))
+                                   : ((u + 0x7ffff + (u >> 20 & 1)) >> 20) - (120 << 3);
+  return static_cast<std::uint8_t>(code | (std::signbit(x) ? 0x80 : 0));
+}
+
 // How an element is stored.
 template <class Element>
 struct BitsOf {
@@ -180,6 +191,27 @@ float unpack_high(uint32_t x) {
   return sim::unpack<Element>(static_cast<std::uint16_t>(x >> 16));
 }
 
+template <class Element>
+uint32_t pack4(float x0, float x1, float x2, float x3) {
+  uint32_t r = 0;
+  for (const float x : {x3, x2, x1, x0}) r = r << 8 | sim::round_to(Element{}, x);
+  return r;
+}
+template <class Element>
+void unpack4(uint32_t x, float (&v)[4]) {
+  for (int i = 0; i < 4; ++i) v[i] = sim::widen(Element{}, static_cast<std::uint8_t>(x >> 8 * i));
+}
+inline uint32_t float_bits(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return u;
+}
+inline float bits_float(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
 // ---- Math
 
 namespace sim {
@@ -194,6 +226,7 @@ inline float log2_approx(float x) { return std::log2(sim::flushed(x)); }
 inline float rsqrt_approx(float x) { return 1.f / std::sqrt(sim::flushed(x)); }
 inline float reciprocal_approx(float x) { return sim::flushed(1.f / sim::flushed(x)); }
 constexpr float kLn2 = 0.693147180559945309f;
+inline float max_nan(float x, float y) { return x != x || y != y ? x + y : std::fmax(x, y); }
 inline float infinity() { return std::numeric_limits<float>::infinity(); }
 
 // ---- Threads
@@ -315,6 +348,11 @@ inline int64_t load_global(const int64_t* p, Where where = Where::current()) {
 inline float load_global(const float* p, Where where = Where::current()) {
   float v;
   sim::load_global<float, 1>(p, &v, where);
+  return v;
+}
+inline uint32_t load_global(const unsigned char* p, Where where = Where::current()) {
+  unsigned char v;
+  sim::load_global<unsigned char, 1>(p, &v, where);
   return v;
 }
 inline void prefetch_global(const void*) {}
