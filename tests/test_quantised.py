@@ -16,19 +16,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunking import Chunked, simulated
 from mlaforge.api import MLA
 from mlaforge.bench.cases import MemoryCase, MemoryKernel
 from mlaforge.bench.memory import memory_call
 from mlaforge.compiler import compile_kernel
 from mlaforge.formats import FORMATS, Format
 from mlaforge.memory_verify import KINDS, AppendProblem, GatherProblem
-from mlaforge.simulator import MODES, SimulatorOptions
+from mlaforge.simulator import MODES, Simulator, SimulatorOptions
 from mlaforge_generator.emit import write_folder
 from mlaforge_generator.memory_plan import QuantisedAppendPlan, QuantisedGatherPlan
 from mlaforge_generator.plan import make_plan
 from mlaforge_generator.render import render
 from mlaforge_generator.spec import Spec, parse_spec
 from mlaforge_generator.target import H200
+from prefilling import folder_of, spec_of
 from strategies import specs
 from test_memory import GENERATED, Memory, spec_text
 from test_verify import one_thread as one_thread
@@ -199,6 +201,37 @@ def test_what_was_appended_is_gathered(name: str) -> None:
     torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=0)
     share = float((got.double() - tokens.double()).norm() / tokens.double().norm())
     assert share < {"nvfp4": 0.11}.get(name, 0.03)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4"])
+def test_chunked_prefill_from_a_quantised_cache(name: str) -> None:
+    """To the bit what it gives from a bf16 cache that holds what the quantised one stands for."""
+    plain, form = simulated(), FORMATS[name]
+    tree = spec_of((96, 64)).model_dump(exclude_none=True)
+    tree["model"] |= {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+    tree["cache"] = {"dtype": name, "page_size": 16}
+    mla = Chunked(folder_of(Spec.model_validate(tree)), Simulator())
+    scale, tensor = scale_of(mla, 0.02)
+    generator = torch.Generator().manual_seed(4)
+    contexts, new = [70, 0, 33], [5, 20, 1]
+    q, latent = torch.randn(26, 2, 96, generator=generator), torch.randn(26, 160, generator=generator)
+    kv_b = torch.randn(2, 128, 128, generator=generator) / 12
+    tokens = torch.randn(8, 16, 160, generator=generator)
+    cache = form.quantise(tokens[..., :128], tokens[..., 128:], scale)
+    elements = torch.cat(form.dequantise(cache, 128, 32, scale, torch.bfloat16), -1)
+    table = torch.tensor([[7, 1, 5, 0, 3], [-1] * 5, [4, 2, 6, -1, -1]], dtype=torch.int32)
+    borders = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
+    lengths = torch.tensor(contexts, dtype=torch.int32)
+    first = [x.bfloat16() for x in (q, latent, kv_b)]
+    limits = {"max_context": 70, "workspace_tokens": 60}
+    out, lse = mla.chunked_prefill(*first, cache, table, borders, lengths, tensor_scale=tensor, **limits)
+    want, want_lse = plain.chunked_prefill(*first, elements, table, borders, lengths, **limits)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse) and not bool(out.isnan().any())
+    for wrong, message in ((None, "tensor_scale is None"), (torch.ones(1).half(), "tensor_scale has dtype")):
+        with pytest.raises(ValueError, match=message):
+            mla.chunked_prefill(*first, cache, table, borders, lengths, tensor_scale=wrong, **limits)
+    with pytest.raises(ValueError, match="kv_cache has dtype"):
+        mla.chunked_prefill(*first, cache.bfloat16(), table, borders, lengths, tensor_scale=tensor, **limits)
 
 
 # ---- Plans and machine code ------------------------------------------------------------------------------------------

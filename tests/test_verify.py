@@ -51,6 +51,7 @@ class Manifest:
     cache: Cache = field(default_factory=Cache)
     kernels: dict[str, object] = field(default_factory=dict)
     """Beside decode: none."""
+    decodes: tuple[str, ...] = ("decode",)
 
     @property
     def element(self) -> str:

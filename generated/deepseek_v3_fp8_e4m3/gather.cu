@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(256)
     return piece_at(kv_cache, steps(source.block, cache_stride_b) + steps(source.slot, cache_stride_t) + piece);
   };
 
-  // Of each turn of 32 pieces a lane loads the one whose units, after the trade, lie 32 apart and begin with its own.
+  // Codes and scales of a row that is zeros are 0. Of each turn of 32 pieces a lane loads the one whose units, after the trade, lie 32 apart and begin with its own.
   uint32_t x[kLoads][4];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
@@ -140,7 +140,6 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
       for (int e = 0; e < 8; ++e) values[e] = values[e] * factor * of_all;
       pack_piece<Element>(values, piece);
-      if (block[i][s] == kZeros) piece[0] = piece[1] = piece[2] = piece[3] = 0;
       store_global_v4(piece_at(out, steps(first + unit / kOutCodes, out_stride) + unit % kOutCodes), piece[0], piece[1],
                       piece[2], piece[3]);
     }

@@ -123,14 +123,13 @@ def plan_tables(
     if costs:
         yield _decode_table(costs, target)
     yield table(
-        f"Key-value cache, {workload}",
+        f"Key-value cache, {workload}, 16-bit elements" + ("" if spec.layout is None else " or the format named"),
         ("attention", "elements of a token and layer", "bytes>", "total, B>", "decimal>", "binary>"),
         (
             (s.kind, s.what, f"{s.token_layer:,}", f"{s.total:,}", decimal_bytes(s.total), binary_bytes(s.total))
             for s in sizes
         ),
-        caption="16-bit elements, unless it says another format"
-        + ("" if spec.tensor_parallel == 1 else "; of all ranks together; each rank holds all of MLA's"),
+        caption=None if spec.tensor_parallel == 1 else "of all ranks together; each rank holds all of MLA's",
     )
     yield Text(
         f"\n{decimal_bytes(target.memory)} hold a context of {fits:,} tokens of {spec.row_bytes} B in each of these "

@@ -141,7 +141,8 @@ class Manifest:
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files to compile."""
-        return (*(each.source for each in reversed(self.decodes)), *(each.source for each in self.kernels.values()))
+        kernels = (*self.decodes[-1:], *self.decodes[:-1], *self.kernels.values())
+        return tuple(kernel.source for kernel in kernels)
 
     @property
     def dynamic_smem(self) -> Mapping[Path, int]:
