@@ -74,12 +74,12 @@ struct Merge {
     return tile.partial_row(k == 0 ? opened_slot(part) : continued_slot(part), r);
   }
 
-  // Starts the copies of `count` units of every split. Called by a warp.
+  // Starts the copies of `count` units of every split. The warps take them in turns: a thread needs tens of cycles for one.
   MLAFORGE_DEVICE void load(int first, int count, smem_t landed) const {
-    if (lane_id() == 0) mbarrier_arrive_expect_tx(landed, split.splits * count * kUnitBytes);
-    __syncwarp();
+    if (lane_id() != 0) return;
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(landed, split.splits * count * kUnitBytes);
 #pragma unroll 1
-    for (int k = lane_id(); k < split.splits; k += 32) {
+    for (int k = warp_id(); k < split.splits; k += kMergeWarps) {
       bulk_load(landed, partials + k * count * kUnitBytes,
                 o.partial_out + partial_row(k, 0) * C::kHeadDimV + first * kMergeColumns, count * kUnitBytes);
     }
@@ -126,26 +126,47 @@ struct Merge {
     named_barrier_sync(Barrier, kMergeThreads);
   }
 
-  // Adds up `count` units from `first` on: a thread has four columns of one.
+  // Adds up `count` units from `first` on. A warp has a unit, four columns a thread. Of few units several warps have each
+  // one, every so manieth split of it, and the first of them adds up their sums.
   MLAFORGE_DEVICE void sum(int first, int count) const {
+    const int slices = count > kMergeWarps / 2 ? 1 : count > kMergeWarps / 4 ? 2 : count > 1 ? 4 : 8;
+    const int slice = warp_id() & (slices - 1);
+    const int stride = count * kUnitBytes;
+    int u = quotient(warp_id(), slices);
+    float acc[4];
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < count * 32; i += kMergeThreads) {
-      const int unit = first + i / 32;
-      const int r = unit / kUnitsPerRow;
-      const smem_t weight = weights_of(r);
-      float acc[4] = {0.f, 0.f, 0.f, 0.f};
+    for (; u < count; u += kMergeWarps) {
+      const smem_t weight = weights_of(quotient(first + u, kUnitsPerRow));
+      const smem_t at = partials + u * kUnitBytes + 16 * lane_id();
+      acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
 #pragma unroll 4
-      for (int k = 0; k < split.splits; ++k) {
-        const float w = load_shared_f32(weight + 4 * k);
-        float x[4];
-        load_shared_v4(partials + k * count * kUnitBytes + i * 16, x);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc[e] = fmaf(w, x[e], acc[e]);
-      }
-      const int column = unit % kUnitsPerRow * kMergeColumns + 4 * lane_id();
-      store_global_v2(o.row_at(tile, split.request, r) + 2 * column, pack2<typename C::Element>(acc[0], acc[1]),
-                      pack2<typename C::Element>(acc[2], acc[3]));
+      for (int k = slice; k < split.splits; k += slices) add(acc, load_shared_f32(weight + 4 * k), at + k * stride);
+      if (slices > 1) break;
+      store(first + u, acc);
     }
+    if (slices == 1) return;
+    const smem_t at = partials + u * kUnitBytes + 16 * lane_id();
+    const bool some = u < count && slice < split.splits;
+    // A sum goes where the first split was that it has, which nobody else reads.
+    if (some && slice > 0) store_shared_v4(at + slice * stride, acc);
+    fence_proxy_async();  // the next copies may land there
+    named_barrier_sync(Barrier, kMergeThreads);
+    if (some && slice == 0) {
+#pragma unroll 1
+      for (int k = 1; k < slices && k < split.splits; ++k) add(acc, 1.f, at + k * stride);
+      store(first + u, acc);
+    }
+  }
+  MLAFORGE_DEVICE void store(int unit, const float (&x)[4]) const {
+    const int column = unit % kUnitsPerRow * kMergeColumns + 4 * lane_id();
+    store_global_v2(o.row_at(tile, split.request, quotient(unit, kUnitsPerRow)) + 2 * column,
+                    pack2<typename C::Element>(x[0], x[1]), pack2<typename C::Element>(x[2], x[3]));
+  }
+  MLAFORGE_DEVICE static void add(float (&acc)[4], float weight, smem_t at) {
+    float x[4];
+    load_shared_v4(at, x);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) acc[e] = fmaf(weight, x[e], acc[e]);
   }
 
   // `bytes` of room are behind `weights`; `landed` is an mbarrier of one arrival, `phase` that which it is in.
@@ -155,7 +176,7 @@ struct Merge {
     for (int first = begin; first < end; first += at_once) {
       const int count = end - first < at_once ? end - first : at_once;
       if (first > begin) named_barrier_sync(Barrier, kMergeThreads);  // the units before have been added up
-      if (threadIdx.x < 32) load(first, count, landed);
+      load(first, count, landed);
       if (first == begin) weigh();  // while they are on their way
       mbarrier_wait(landed, phase);
       phase ^= 1;
