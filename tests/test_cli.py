@@ -119,6 +119,21 @@ def test_plan_of_a_quantised_cache(dtype: str, row_bytes: int, fits: int) -> Non
         assert data["decode"] is None and data["costs"] == [] and "no decode kernel" in text
 
 
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in DECODED])
+def test_a_spec_without_decode_says_so(name: str, tmp_path: Path) -> None:
+    """Whatever needs one; all else works."""
+    for command in (["tune"], ["tune", "--threshold"], ["trace"], ["bench"], ["verify", "--kernel", "decode"]):
+        result = run(*command[:1], name, *command[1:], *(["--device", "sim"] if command[0] == "verify" else []))
+        assert result.exit_code == 2 and "no decode kernel" in result.stderr, (command, result.stderr)
+    for kind in ("cmake", "trtllm-json", "c-header"):
+        assert run("export", name, "--format", kind, "-o", tmp_path).exit_code == 0
+    for suffix in ("json", "h"):
+        again = run("import", tmp_path / f"{name}.{suffix}", "-o", tmp_path / "again.yaml")
+        assert again.exit_code == 0, again.stderr
+        assert load_spec(tmp_path / "again.yaml") == load_spec(find_spec(name))
+        (tmp_path / "again.yaml").unlink()
+
+
 def test_plan_at_a_given_shape() -> None:
     arguments = ("--batch", "3", "--context", "100", "--s-q", "2", "--heads", "7", "--layers", "5")
     data = json.loads(run("plan", "deepseek_v3", "--json", *arguments).stdout)

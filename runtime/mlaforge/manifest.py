@@ -141,8 +141,8 @@ class Manifest:
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files to compile."""
-        kernels = (*self.decodes[-1:], *self.decodes[:-1], *self.kernels.values())
-        return tuple(kernel.source for kernel in kernels)
+        decodes = (*self.decodes[-1:], *self.decodes[:-1])
+        return (*(each.source for each in decodes), *(each.source for each in self.kernels.values()))
 
     @property
     def dynamic_smem(self) -> Mapping[Path, int]:
