@@ -199,16 +199,35 @@ QUANTISED = ("fp8_e4m3", "fp8_e4m3_token", "fp8_ds_mla", "nvfp4")
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
-def test_a_quantised_cache_has_no_decode_kernel_and_all_others(dtype: str) -> None:
+def test_a_quantised_cache_has_the_swapped_kernels(dtype: str) -> None:
     tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
     tree["cache"]["dtype"] = dtype
     plan = make_plan(Spec.model_validate(tree))
-    assert plan.spec.element == "bf16" and plan.decodes == plan.narrow_decodes == ()
-    assert [kernel.name for kernel in plan.kernels] == ["gather", "append", "merge", "prefill"]
-    with pytest.raises(SpecError, match=rf"no decode kernel reads a cache of {dtype}"):
-        _ = plan.decode
-    assert ("kernels.decode", "none") in {(choice.field, choice.value) for choice in plan.choices}
-    assert plan.to_json()["decode"] is None and plan.to_json()["narrow_decodes"] == []
+    assert plan.spec.element == "bf16" and [kernel.name for kernel in plan.kernels][0] == "gather"
+    # Four sums of scores take the registers that O of 32 rows would need.
+    assert [each.tile.rows for each in plan.decodes] == ([16] if dtype == "fp8_ds_mla" else [16, 32])
+    for each in plan.decodes:
+        assert each.schedule_name == "swapped" and each.template == "kernels/decode_swapped_quantised.cu.j2"
+        assert each.smem.total <= each.smem.limit and each.tile.ring_subtiles >= each.row.lines
+        assert ("tensor_scale" in [parameter.name for parameter in each.parameters]) == each.row.tensor_scale
+    choices = {choice.field: choice for choice in plan.choices}
+    assert choices["kernels.decode.schedule"].value == "swapped"
+    assert "registers" in choices["kernels.decode.schedule"].why
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"schedule": "skewed"}, "no skewed kernel reads a cache of fp8_ds_mla; .*use auto or swapped"),
+        ({"tile_rows": 64}, "has tiles of 16 rows; got 64"),
+        ({"tile_rows": 32}, "has tiles of 16 rows; got 32"),
+    ],
+)
+def test_what_a_quantised_cache_cannot_have(settings: dict[str, str | int], match: str) -> None:
+    tree = load_spec(find_spec("deepseek_v3_fp8_ds_mla")).model_dump(exclude_none=True)
+    tree["kernels"]["decode"] |= settings
+    with pytest.raises(SpecError, match=match):
+        make_plan(Spec.model_validate(tree))
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(1, 16), (16, 16), (17, 32), (128, 32)])

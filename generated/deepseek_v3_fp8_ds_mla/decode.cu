@@ -4,7 +4,7 @@
 //
 //   out[b, s, h, :] = softmax(scale * q[b, s, h, :] . K[b]^T) V[b],   V[b] = the first kHeadDimV columns of K[b]
 //
-// A block holds 32 rows (query tokens x heads) of one request and walks its cached tokens 64 at a time.
+// A block holds 16 rows (query tokens x heads) of one request and walks its cached tokens 64 at a time.
 //   warpgroups 0, 1 4 warps each: of every other tile codes to fp16, S^T = K Q^T, softmax, O^T += V^T P^T
 //   tile loader     1 warp:       TMA of the pages of K, line by line, and of their scales
 //   query loader    1 warp:       TMA of Q
@@ -32,7 +32,7 @@ struct Config {
   using Element = Bf16;  // of q and out
   static constexpr int kHeadDimV = 512;  // model.kv_lora_rank
   static constexpr int kPageSize = 64;  // cache.page_size, tokens
-  static constexpr int kRows = 32;  // kernels.decode.tile_rows
+  static constexpr int kRows = 16;  // kernels.decode.tile_rows
   static constexpr int kTokens = 64;  // kernels.decode.tile_tokens
   static constexpr int kBoxTokens = 64;  // tokens that one TMA brings: a page, or a tile's worth of it
   static constexpr int kSubtiles = 9;  // a row of Q in pieces of 64 columns, one swizzled 128-byte line each
@@ -55,28 +55,29 @@ constexpr int kRopeColumn = 264;  // where they begin, in pairs of bytes, the el
 constexpr int kLines = kCodeLines + kRopeLines;
 constexpr int kScaleColumn = 256;
 constexpr int kScaleBytes = 16;  // of a token, padding included
-constexpr int kGroup = 128;  // columns of the latent under a float32
-constexpr int kGroups = Config::kHeadDimV / kGroup;
+constexpr int kGroupSubtiles = 2;  // under a float32
+constexpr int kGroups = kSubtilesV / kGroupSubtiles;
 // O of 32 rows leaves registers for one subtile of K and one sum of products.
 constexpr int kOperands = kRows <= 16 ? 2 : 1;  // subtiles of K in a warpgroup's registers
+constexpr int kSums = kGroups;  // of products with codes
 constexpr bool kApart = kRows <= 16;  // a sum for the products with codes and one for the others
-constexpr int kRing = 6;  // lines of 64 tokens in shared memory
+constexpr int kRing = 8;  // lines of 64 tokens in shared memory
 constexpr int kScaleStages = 3;  // tiles' scales
 constexpr int kScaleBoxBytes = 1024;  // from the scales of one copy's tokens to the next copy's
 
-// ---- Shared memory, bytes from the base (232312 of 232448) ---------------------------------------
-constexpr int kOffsetQ = 0;  // 36864: 32 rows x 9 subtiles; half of O when an item ends
-constexpr int kOffsetV = 36864;  // 131072: 64 tokens as fp16, a warpgroup
-constexpr int kOffsetK = 167936;  // 49152: 6 lines of 64 tokens as they are in the cache
-constexpr int kOffsetP = 217088;  // 8192: probabilities, 32 x 64 a warpgroup
-constexpr int kOffsetScales = 225280;  // 3072: of 3 tiles
-constexpr int kOffsetMaxima = 228352;  // 1024: float32, of each warp, a warpgroup
-constexpr int kOffsetStatistics = 229376;  // 2560: sums of each warp, reference; a warpgroup, by turns
-constexpr int kOffsetUnits = 231936;  // 128: float32 that a row of Q was divided by
-constexpr int kOffsetSchedule = 232064;  // 32: how the requests are cut
-constexpr int kOffsetSplits = 232096;  // 32: requests that the part shares with others
-constexpr int kOffsetBarriers = 232128;  // 184: mbarriers, in the order of the plan
-constexpr int kOffsetScratch = 217088;  // 152: prefix sums, extremes
+// ---- Shared memory, bytes from the base (224344 of 232448) ---------------------------------------
+constexpr int kOffsetQ = 0;  // 18432: 16 rows x 9 subtiles; half of O when an item ends
+constexpr int kOffsetV = 18432;  // 131072: 64 tokens as fp16, a warpgroup
+constexpr int kOffsetK = 149504;  // 65536: 8 lines of 64 tokens as they are in the cache
+constexpr int kOffsetP = 215040;  // 4096: probabilities, 16 x 64 a warpgroup
+constexpr int kOffsetScales = 219136;  // 3072: of 3 tiles
+constexpr int kOffsetMaxima = 222208;  // 512: float32, of each warp, a warpgroup
+constexpr int kOffsetStatistics = 222720;  // 1280: sums of each warp, reference; a warpgroup, by turns
+constexpr int kOffsetUnits = 224000;  // 64: float32 that a row of Q was divided by
+constexpr int kOffsetSchedule = 224064;  // 32: how the requests are cut
+constexpr int kOffsetSplits = 224096;  // 32: requests that the part shares with others
+constexpr int kOffsetBarriers = 224128;  // 216: mbarriers, in the order of the plan
+constexpr int kOffsetScratch = 215040;  // 152: prefix sums, extremes
 constexpr int kLineBytes = kTokens * 128;
 constexpr int kSubtileBytes = kTokens * 128;
 constexpr int kQSubtileBytes = kRows * 128;
@@ -113,14 +114,14 @@ MLAFORGE_DEVICE smem_t maxima_at(smem_t base, int group) { return base + kOffset
 MLAFORGE_DEVICE smem_t statistics_at(smem_t base, int buffer, int group) {
   return base + kOffsetStatistics + (2 * buffer + group) * kStatisticsBytes;
 }
-MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 232128 + 8 * i; }  // 6: a line of the tokens' rows has landed
-MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 232176 + 8 * i; }  // 6: the 4 warps of its tile's warpgroup have finished with it
-MLAFORGE_DEVICE smem_t scales_full(smem_t base, int i) { return base + 232224 + 8 * i; }  // 3: the scales of a tile have landed
-MLAFORGE_DEVICE smem_t scales_empty(smem_t base, int i) { return base + 232248 + 8 * i; }  // 3: the 4 warps of the tile's warpgroup have read them
-MLAFORGE_DEVICE smem_t scored(smem_t base, int i) { return base + 232272 + 8 * i; }  // 2: the scores of a warpgroup's tile are done
-MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 232288 + 8 * i; }  // 1: Q has landed
-MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 232296 + 8 * i; }  // 1: the item is finished with it, and with what took its place
-MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 232304 + 8 * i; }  // 1: partial results that the part merges have landed
+MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 224128 + 8 * i; }  // 8: a line of the tokens' rows has landed
+MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 224192 + 8 * i; }  // 8: the 4 warps of its tile's warpgroup have finished with it
+MLAFORGE_DEVICE smem_t scales_full(smem_t base, int i) { return base + 224256 + 8 * i; }  // 3: the scales of a tile have landed
+MLAFORGE_DEVICE smem_t scales_empty(smem_t base, int i) { return base + 224280 + 8 * i; }  // 3: the 4 warps of the tile's warpgroup have read them
+MLAFORGE_DEVICE smem_t scored(smem_t base, int i) { return base + 224304 + 8 * i; }  // 2: the scores of a warpgroup's tile are done
+MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 224320 + 8 * i; }  // 1: Q has landed
+MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 224328 + 8 * i; }  // 1: the item is finished with it, and with what took its place
+MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 224336 + 8 * i; }  // 1: partial results that the part merges have landed
 MLAFORGE_DEVICE smem_t scales_at(smem_t base, int stage) {
   return base + kOffsetScales + stage * (kTokens / Config::kBoxTokens * kScaleBoxBytes);
 }
@@ -209,39 +210,49 @@ MLAFORGE_DEVICE void load_queries(smem_t base, const TensorMap& q_map, const Row
 // What a thread needs of the scales of its two tokens of a tile.
 struct TokenScales {
   float token[2] = {1.f, 1.f};  // what a token's latent must be multiplied with, but for what all tokens share
-  uint32_t rest[2];  // of the scale of some columns, a pair of fp16
+  float inverse[2];  // of its largest scale
 };
 
-// The scales of the warp's tokens, taken apart where they lie: the largest is the token's, at word 2; what the others are of
-// it, at words 0 and 1, rounds as elements of fp16 do. Where the largest is no normal number, all are as good as 0.
 // `left` tokens of the tile are the request's. Of the others nothing is known: their scale is 0.
-MLAFORGE_DEVICE void take_scales_apart(smem_t scales, int left) {
-  if (lane_id() < 16) {
-    const int token = matrix_token();
-    const smem_t at = token_scales(scales, token);
-    float of[kGroups];
-    float largest = 0.f;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      of[g] = token < left ? load_shared_f32(at + 4 * g) : 0.f;
-      largest = max_nan(largest, fabsf(of[g]));
-    }
-    const float inverse = largest < 0x1p-126f ? 0.f : reciprocal_approx(largest);
-#pragma unroll
-    for (int g = 0; g < kGroups; g += 2) {
-      const float next = g + 1 < kGroups ? of[g + 1] : 0.f;
-      store_shared_s32(at + 2 * g, static_cast<int32_t>(pack2<Fp16>(of[g] * inverse, next * inverse)));
-    }
-    store_shared_f32(at + 8, largest);
-    fence_proxy_async();  // the next scales come by TMA
-  }
-  __syncwarp();
+MLAFORGE_DEVICE float load_scale(smem_t scales, int left, int i, int group) {
+  const int token = accumulator_row(i);
+  return token < left ? load_shared_f32(token_scales(scales, token) + 4 * group) : 0.f;
 }
-MLAFORGE_DEVICE void load_rest(smem_t scales, int group, TokenScales& s) {
+
+// The largest of a token's scales is the token's: V is stored with what the others are of it, rounded as elements of fp16
+// are. Where it is no normal number, it is as good as 0. Scores are summed up group by group instead, and nothing is rounded.
+MLAFORGE_DEVICE float load_largest(smem_t scales, int left, int i) {
+  float largest = 0.f;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) largest = max_nan(largest, fabsf(load_scale(scales, left, i, g)));
+  return largest;
+}
+MLAFORGE_DEVICE void load_inverse(smem_t scales, int left, TokenScales& of) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int32_t pair = load_shared_s32(token_scales(scales, accumulator_row(i)) + 4 * (group / 2));
-    s.rest[i] = permute_bytes(static_cast<uint32_t>(pair), 0, group % 2 == 0 ? 0x1010 : 0x3232);
+    const float largest = load_largest(scales, left, i);
+    of.inverse[i] = largest < 0x1p-126f ? 0.f : reciprocal_approx(largest);
+  }
+}
+MLAFORGE_DEVICE void scale_values(smem_t scales, int left, int group, const TokenScales& of, uint32_t (&a)[16]) {
+  uint32_t pair[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float share = load_scale(scales, left, i, group) * of.inverse[i];
+    pair[i] = pack2<Fp16>(share, share);
+  }
+#pragma unroll
+  for (int k = 0; k < 4; ++k) scale_operand(a, k, pair[0], pair[1]);
+}
+MLAFORGE_DEVICE void add_scores(smem_t scales, int left, int group, const float (&part)[kRows / 2], float (&s)[kRows / 2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float scale = load_scale(scales, left, i, group);
+#pragma unroll
+    for (int j = 0; j < kRows / 4; ++j) {
+      const int at = j / 2 * 4 + 2 * i + j % 2;
+      s[at] = group == 0 ? part[at] * scale : fmaf(part[at], scale, s[at]);
+    }
   }
 }
 
@@ -249,13 +260,14 @@ MLAFORGE_DEVICE void load_rest(smem_t scales, int group, TokenScales& s) {
 
 // Codes to fp16: S^T = K Q^T of the tile whose lines begin at `lines`, and V.
 MLAFORGE_DEVICE void issue_codes(smem_t base, int group, Ring& lines, Ring scales, int left, TokenScales& of,
-                                 uint32_t (&a)[kOperands][16], float (&s)[kRows / 2]) {
+                                 uint32_t (&a)[kOperands][16], float (&sums)[kSums][kRows / 2]) {
   using Operand = Operand<Code>;
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
   mbarrier_wait(scales_full(base, scales.stage()), scales.phase());
   const smem_t scales_of = scales_at(base, scales.stage());
-  if constexpr (kGroups > 1) take_scales_apart(scales_of, left);
-  wgmma_fence_operand(s);
+  load_inverse(scales_of, left, of);
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) wgmma_fence_operand(sums[i]);
 #pragma unroll
   for (int line = 0; line < kCodeLines; ++line) {
     mbarrier_wait(full(base, lines.stage()), lines.phase());
@@ -272,20 +284,21 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, Ring& lines, Ring scale
         wgmma_fence_operand(now);
       }
       Operand::widen(words, now);
-      if constexpr (kGroups > 1) {
-        load_rest(scales_of, subtile * 64 / kGroup, of);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) scale_operand(now, k, of.rest[0], of.rest[1]);
-      }
       // Behind this barrier none of the warps is still reading V of the tile before.
       if (subtile == 0) named_barrier_sync(kGroupBarrier + group, 128);
-      if (subtile < kSubtilesV) store_operand(v_at(base, group) + subtile * kSubtileBytes, now);
+      uint32_t values[16];
+#pragma unroll
+      for (int e = 0; e < 16; ++e) values[e] = now[e];
+      scale_values(scales_of, left, subtile / kGroupSubtiles, of, values);
+      store_operand(v_at(base, group) + subtile * kSubtileBytes, values);
       wgmma_fence_operand(now);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         if (64 * subtile + 16 * k >= kCodeColumns) break;
-        wgmma_rs_k<Fp16, kRows>(s, now + 4 * k, wgmma_advance(q, subtile * kQSubtileBytes + 32 * k), subtile > 0 || k > 0);
+        const bool first = subtile % kGroupSubtiles == 0 && k == 0;
+        wgmma_rs_k<Fp16, kRows>(sums[subtile / kGroupSubtiles], now + 4 * k,
+                                wgmma_advance(q, subtile * kQSubtileBytes + 32 * k), !first);
       }
       wgmma_commit();
     }
@@ -293,13 +306,6 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, Ring& lines, Ring scale
     release(empty(base, lines.stage()));
     lines.advance();
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int token = accumulator_row(i);
-    of.token[i] = token < left ? load_shared_f32(token_scales(scales_of, token) + (kGroups > 1 ? 8 : 0)) : 0.f;
-  }
-  __syncwarp();
-  release(scales_empty(base, scales.stage()));
 }
 
 // What the columns behind the codes add, as they landed.
@@ -329,7 +335,7 @@ MLAFORGE_DEVICE void scale_scores(smem_t base, float unit, const TokenScales& of
   for (int j = 0; j < kRows / 4; ++j) {
     const float row = load_shared_f32(base + kOffsetUnits + 4 * accumulator_column(j)) * unit;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) s[j / 2 * 4 + 2 * i + j % 2] *= row * of.token[i];
+    for (int i = 0; i < 2; ++i) s[j / 2 * 4 + 2 * i + j % 2] *= row;
   }
 }
 
@@ -337,14 +343,23 @@ MLAFORGE_DEVICE void scale_scores(smem_t base, float unit, const TokenScales& of
 MLAFORGE_DEVICE void score_tile(smem_t base, int group, Ring& lines, Ring scales, int left, float unit, TokenScales& of,
                                 float (&s)[kRows / 2]) {
   uint32_t a[kOperands][16];
-  issue_codes(base, group, lines, scales, left, of, a, s);
+  float sums[kSums][kRows / 2];
+  issue_codes(base, group, lines, scales, left, of, a, sums);
   // Both products at once where registers hold both sums.
   float rope[kRows / 2];
   if constexpr (kApart) issue_rope(base, lines, rope, false);
   wgmma_wait<0>();
-  wgmma_fence_operand(s);
 #pragma unroll
   for (int i = 0; i < kOperands; ++i) wgmma_fence_operand(a[i]);
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) wgmma_fence_operand(sums[i]);
+  const smem_t scales_of = scales_at(base, scales.stage());
+#pragma unroll
+  for (int i = 0; i < 2; ++i) of.token[i] = load_largest(scales_of, left, i);
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) add_scores(scales_of, left, g, sums[g], s);
+  __syncwarp();
+  release(scales_empty(base, scales.stage()));
   scale_scores(base, unit, of, s);
   if constexpr (kApart) {
     wgmma_fence_operand(rope);
@@ -622,8 +637,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     tma_prefetch(q_map);
     tma_prefetch(kv_map);
     tma_prefetch(scales_map);
-    for (int i = 0; i < 6; ++i) mbarrier_init(full(base, i), 1);
-    for (int i = 0; i < 6; ++i) mbarrier_init(empty(base, i), 4);
+    for (int i = 0; i < 8; ++i) mbarrier_init(full(base, i), 1);
+    for (int i = 0; i < 8; ++i) mbarrier_init(empty(base, i), 4);
     for (int i = 0; i < 3; ++i) mbarrier_init(scales_full(base, i), 1);
     for (int i = 0; i < 3; ++i) mbarrier_init(scales_empty(base, i), 4);
     for (int i = 0; i < 2; ++i) mbarrier_init(scored(base, i), 4);

@@ -55,6 +55,7 @@ constexpr int kRopeColumn = 0;  // where they begin, in pairs of bytes, the elem
 constexpr int kLines = kCodeLines + kRopeLines;
 // O of 32 rows leaves registers for one subtile of K and one sum of products.
 constexpr int kOperands = kRows <= 16 ? 2 : 1;  // subtiles of K in a warpgroup's registers
+constexpr int kSums = 1;  // of products with codes
 constexpr int kRing = 9;  // lines of 64 tokens in shared memory
 
 // ---- Shared memory, bytes from the base (229432 of 232448) ---------------------------------------
@@ -180,10 +181,11 @@ struct TokenScales {
 
 // Codes to fp16: S^T = K Q^T of the tile whose lines begin at `lines`, and V.
 MLAFORGE_DEVICE void issue_codes(smem_t base, int group, Ring& lines, TokenScales& of,
-                                 uint32_t (&a)[kOperands][16], float (&s)[kRows / 2]) {
+                                 uint32_t (&a)[kOperands][16], float (&sums)[kSums][kRows / 2]) {
   using Operand = Operand<Code>;
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
-  wgmma_fence_operand(s);
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) wgmma_fence_operand(sums[i]);
 #pragma unroll
   for (int line = 0; line < kCodeLines; ++line) {
     mbarrier_wait(full(base, lines.stage()), lines.phase());
@@ -208,7 +210,8 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, Ring& lines, TokenScale
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         if (64 * subtile + 16 * k >= kCodeColumns) break;
-        wgmma_rs_k<Fp16, kRows>(s, now + 4 * k, wgmma_advance(q, subtile * kQSubtileBytes + 32 * k), subtile > 0 || k > 0);
+        wgmma_rs_k<Fp16, kRows>(sums[0], now + 4 * k, wgmma_advance(q, subtile * kQSubtileBytes + 32 * k),
+                                subtile > 0 || k > 0);
       }
       wgmma_commit();
     }
@@ -232,11 +235,15 @@ MLAFORGE_DEVICE void scale_scores(smem_t base, float unit, const TokenScales& of
 MLAFORGE_DEVICE void score_tile(smem_t base, int group, Ring& lines, float unit, TokenScales& of,
                                 float (&s)[kRows / 2]) {
   uint32_t a[kOperands][16];
-  issue_codes(base, group, lines, of, a, s);
+  float sums[kSums][kRows / 2];
+  issue_codes(base, group, lines, of, a, sums);
   wgmma_wait<0>();
-  wgmma_fence_operand(s);
 #pragma unroll
   for (int i = 0; i < kOperands; ++i) wgmma_fence_operand(a[i]);
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) wgmma_fence_operand(sums[i]);
+#pragma unroll
+  for (int i = 0; i < kRows / 2; ++i) s[i] = sums[0][i];
   scale_scores(base, unit, of, s);
 }
 

@@ -57,6 +57,7 @@ constexpr int kScaleColumn = 192;
 constexpr int kScaleBytes = 32;  // of a token, padding included
 // O of 32 rows leaves registers for one subtile of K and one sum of products.
 constexpr int kOperands = kRows <= 16 ? 2 : 1;  // subtiles of K in a warpgroup's registers
+constexpr int kSums = 1;  // of products with codes
 constexpr bool kApart = kRows <= 16;  // a sum for the products with codes and one for the others
 constexpr int kRing = 5;  // lines of 64 tokens in shared memory
 constexpr int kScaleStages = 3;  // tiles' scales
@@ -219,12 +220,13 @@ MLAFORGE_DEVICE void load_scales(smem_t scales, int left, int subtile, TokenScal
 
 // Codes to fp16: S^T = K Q^T of the tile whose lines begin at `lines`, and V.
 MLAFORGE_DEVICE void issue_codes(smem_t base, int group, Ring& lines, Ring scales, int left, TokenScales& of,
-                                 uint32_t (&a)[kOperands][16], float (&s)[kRows / 2]) {
+                                 uint32_t (&a)[kOperands][16], float (&sums)[kSums][kRows / 2]) {
   using Operand = Operand<Code>;
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
   mbarrier_wait(scales_full(base, scales.stage()), scales.phase());
   const smem_t scales_of = scales_at(base, scales.stage());
-  wgmma_fence_operand(s);
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) wgmma_fence_operand(sums[i]);
 #pragma unroll
   for (int line = 0; line < kCodeLines; ++line) {
     mbarrier_wait(full(base, lines.stage()), lines.phase());
@@ -261,7 +263,8 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, Ring& lines, Ring scale
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         if (64 * subtile + 16 * k >= kCodeColumns) break;
-        wgmma_rs_k<Fp16, kRows>(s, now + 4 * k, wgmma_advance(q, subtile * kQSubtileBytes + 32 * k), subtile > 0 || k > 0);
+        wgmma_rs_k<Fp16, kRows>(sums[0], now + 4 * k, wgmma_advance(q, subtile * kQSubtileBytes + 32 * k),
+                                subtile > 0 || k > 0);
       }
       wgmma_commit();
     }
@@ -269,8 +272,6 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, Ring& lines, Ring scale
     release(empty(base, lines.stage()));
     lines.advance();
   }
-  __syncwarp();
-  release(scales_empty(base, scales.stage()));
 }
 
 // What the columns behind the codes add, as they landed.
@@ -308,14 +309,21 @@ MLAFORGE_DEVICE void scale_scores(smem_t base, float unit, const TokenScales& of
 MLAFORGE_DEVICE void score_tile(smem_t base, int group, Ring& lines, Ring scales, int left, float unit, TokenScales& of,
                                 float (&s)[kRows / 2]) {
   uint32_t a[kOperands][16];
-  issue_codes(base, group, lines, scales, left, of, a, s);
+  float sums[kSums][kRows / 2];
+  issue_codes(base, group, lines, scales, left, of, a, sums);
   // Both products at once where registers hold both sums.
   float rope[kRows / 2];
   if constexpr (kApart) issue_rope(base, lines, rope, false);
   wgmma_wait<0>();
-  wgmma_fence_operand(s);
 #pragma unroll
   for (int i = 0; i < kOperands; ++i) wgmma_fence_operand(a[i]);
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) wgmma_fence_operand(sums[i]);
+  const smem_t scales_of = scales_at(base, scales.stage());
+#pragma unroll
+  for (int i = 0; i < kRows / 2; ++i) s[i] = sums[0][i];
+  __syncwarp();
+  release(scales_empty(base, scales.stage()));
   scale_scores(base, unit, of, s);
   if constexpr (kApart) {
     wgmma_fence_operand(rope);

@@ -221,7 +221,7 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
     if schedule == "auto":
         schedule, why = _schedule(spec, tokens, target)
         choices.append(Choice("kernels.decode.schedule", schedule, why))
-    allowed = TILE_ROWS[schedule]
+    allowed = tile_rows(spec, schedule)
     rows = _tile_rows(spec, schedule) if options.tile_rows == "auto" else options.tile_rows
     if rows not in allowed:
         offered = " or ".join(map(str, allowed))
@@ -234,18 +234,18 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
 
     narrow: list[DecodePlan] = []
     if options.schedule == options.tile_rows == "auto":
-        for few in (each for each in TILE_ROWS["swapped"] if each < rows):
+        for few in (each for each in tile_rows(spec, "swapped") if each < rows):
             fewer = _stages(spec, "swapped", few, tokens, target, at_most=True)
             if fewer is not None:
                 narrow.append(_decode(spec, target, f"decode_{few}", "swapped", few, tokens, fewer))
     if options.tile_rows == "auto":
-        why = (
-            f"N of WGMMA, for {spec.heads_per_rank} heads" if len(allowed) > 1 else "M of WGMMA; fewer rows are padded"
-        )
-        if narrow:
-            why = "M of WGMMA; for calls of few rows N of it: less padding"
-            if schedule == "swapped":
+        why = "M of WGMMA; fewer rows are padded"
+        if schedule == "swapped":
+            why = f"N of WGMMA, for {spec.heads_per_rank} heads"
+            if options.schedule == "auto":
                 why = "N of WGMMA: a call takes the tile that holds its rows, or several of the largest"
+        elif narrow:
+            why = "M of WGMMA; for calls of few rows N of it: less padding"
         rows_of_all = ", ".join(str(each.tile.rows) for each in (decode, *reversed(narrow)))
         choices.append(Choice("kernels.decode.tile_rows", rows_of_all, why))
     if options.stages == "auto":
@@ -262,7 +262,7 @@ def _schedules(spec: Spec) -> tuple[str, ...]:
 
 def _tile_rows(spec: Spec, schedule: str) -> int:
     """Choose the rows of a tile: the fewest that hold a token's heads, or the most where others take calls of fewer."""
-    allowed = TILE_ROWS[schedule]
+    allowed = tile_rows(spec, schedule)
     if spec.kernels.decode.schedule == "auto":
         return allowed[-1]
     return next((rows for rows in allowed if spec.heads_per_rank <= rows), allowed[-1])
@@ -827,6 +827,15 @@ def _arrange(spec: Spec, schedule: str, rows: int, tokens: int, stages: int) -> 
 
 TILE_ROWS: dict[str, tuple[int, ...]] = {"plain": (64,), "skewed": (64,), "swapped": (16, 32)}
 """Rows of a tile that a schedule can have, by its name."""
+
+
+def tile_rows(spec: Spec, schedule: str) -> tuple[int, ...]:
+    """Give the rows of a tile that a schedule can have for a spec."""
+    row = coded_row(spec, spec.kernels.decode.tile_tokens)
+    if row is not None and row.scale_bytes and not row.blocks and row.group < spec.d_v:
+        # Scores are summed up scale by scale: with 32 rows that takes more registers than O leaves.
+        return TILE_ROWS[schedule][:1]
+    return TILE_ROWS[schedule]
 
 
 _MIN_STAGES = {"plain": 1, "skewed": 2, "swapped": 1}
