@@ -1,9 +1,8 @@
-"""Decode on quantised caches: the kernels on the simulator, unbroken and broken one way at a time, and its arguments."""
+"""Decode on quantised caches: the kernels on the simulator, what rows may hold, and the arguments."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from mlaforge_generator.emit import write_folder
 from mlaforge_generator.plan import make_plan
 from mlaforge_generator.render import render
 from mlaforge_generator.spec import parse_spec
-from mutants import Mutants, Mutation, require_caught
 
 GENERATED = Path(__file__).parents[1] / "generated"
 MODES = ("random", "lazy", "eager")
@@ -47,8 +45,8 @@ def small_folder(
 # Rows up to a full tile and beyond it, borders of their own, rows and requests without a token, split requests,
 # rescaling, NaN in a request.
 PROBLEMS = (
-    Problem(lengths=(460, 70), h_q=16),
     Problem(lengths=(1300,), h_q=3, table_extra_columns=3),
+    Problem(lengths=(460, 70), h_q=16),
     Problem(lengths=(2, 130, 0), s_q=4, h_q=4, causal=True),
     Problem(lengths=(400, 130), h_q=5, softmax_scale=150.0),
     Problem(lengths=(0, 64, 0, 200, 1), h_q=15),
@@ -134,10 +132,12 @@ def test_every_code(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3_token", "fp8_ds_mla"])
-@pytest.mark.parametrize("power", [-126, -40, -7, 0, 6, 60])
+@pytest.mark.parametrize("power", [-40, -7, 0, 6])
 def test_float32_scales_of_any_size(dtype: str, power: int, tmp_path: Path) -> None:
-    """From the least that is written, of tokens that are 0, over all that others write; each token's its own."""
-    mla = shipped(dtype) if dtype == "fp8_ds_mla" else mlaforge.load(small_folder(tmp_path, dtype, rows=16), device="sim")
+    """Each token's its own, no powers of two, and 0, as others may write it."""
+    mla = (
+        shipped(dtype) if dtype == "fp8_ds_mla" else mlaforge.load(small_folder(tmp_path, dtype, rows=16), device="sim")
+    )
     form, rank = FORMATS[dtype], mla.manifest.d_v
     generator = torch.Generator().manual_seed(power)
     latent = torch.randn(130, rank, generator=generator) * 2.0 ** min(power, 6)
@@ -145,22 +145,11 @@ def test_float32_scales_of_any_size(dtype: str, power: int, tmp_path: Path) -> N
     part = next(part for part in form.layout.parts(rank, 64) if part.name == "scales")
     section = rows[:, part.offset : part.offset + part.bytes]
     scales = section.clone().view(torch.float32)
-    if power == 60:
-        # Very large beside very small: what is large decides.
-        scales[::2] *= 2.0**60
-        scales[1::2] *= 2.0**-60
-    elif power == -40:
+    scales *= torch.rand(scales.shape, generator=generator) + 0.5
+    if power == -40:
         scales[::3] = 0.0
-    else:
-        scales *= torch.rand(scales.shape, generator=generator) + 0.5
     section[:] = scales.view(torch.uint8)
-    out, lse, want_out, want_lse = attend(mla, rows, None)
-    if power == 60:
-        # Scores beyond all bounds: one token has all the weight.
-        assert bool(out.isfinite().all())
-        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-5)
-    else:
-        require_close(out, lse, want_out, want_lse)
+    require_close(*attend(mla, rows, None))
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_ds_mla", "nvfp4"])
@@ -179,7 +168,7 @@ def test_nan_of_a_token_reaches_all_rows(dtype: str, what: str) -> None:
     else:
         begin = parts["rope"].offset
         rows[70, begin : begin + 2] = 0x7F if dtype == "fp8_e4m3" else torch.tensor([0xC0, 0x7F], dtype=torch.uint8)
-    out, lse, want_out, want_lse = attend(mla, rows, scale)
+    out, lse, _, want_lse = attend(mla, rows, scale)
     assert bool(want_lse.isnan().all()) and bool(lse.isnan().all()) and bool(out.isnan().all())
 
 
@@ -205,7 +194,7 @@ def test_arguments() -> None:
         mla.decode(*call)
     with pytest.raises(ValueError, match=r"tensor_scale has shape \(2\); it must be one number"):
         mla.decode(*call, tensor_scale=torch.ones(2))
-    with pytest.raises(ValueError, match="kv_cache has dtype torch.bfloat16; it must be torch.uint8 or"):
+    with pytest.raises(ValueError, match=r"kv_cache has dtype torch.bfloat16; it must be torch.uint8 or"):
         mla.decode(call[0], call[1].bfloat16(), *call[2:], tensor_scale=inputs.tensor_scale)
     with pytest.raises(ValueError, match=r"kv_cache has shape .* rows of fp8_e4m3"):
         mla.decode(call[0], call[1][..., :512], *call[2:], tensor_scale=inputs.tensor_scale)
@@ -216,7 +205,7 @@ def test_arguments() -> None:
         mla.decode(call[0].half(), *call[1:], tensor_scale=inputs.tensor_scale)
     plain = mlaforge.load(GENERATED / "deepseek_v3", device="sim")
     elements = make_inputs(Problem(lengths=(3,), h_q=4), plain.manifest, "cpu")
-    with pytest.raises(ValueError, match="tensor_scale has shape .*; it must be None"):
+    with pytest.raises(ValueError, match=r"tensor_scale has shape .*; it must be None"):
         plain.decode(elements.q, elements.kv_cache, *call[2:], tensor_scale=torch.ones(1))
 
 
@@ -239,57 +228,3 @@ def test_operator(name: str) -> None:
     tensors = (inputs.q, inputs.kv_cache, inputs.block_table, inputs.cache_seqlens, inputs.tensor_scale)
     results = (inputs.out, inputs.lse) if name == "decode_out" else ()
     torch.library.opcheck(getattr(torch.ops.mlaforge, name), (*tensors, *results, mla._runner.key, False, 0.1))
-
-
-# ---- Broken ----------------------------------------------------------------------------------------------------------
-
-RACE = "race"
-WRONG = "out: "
-MUTATIONS = (
-    Mutation("codes of a line that has not landed", "mbarrier_wait(full(base, lines.stage()), lines.phase());", "", f"{RACE}|uninitialised", behind="for (int line = 0; line < kCodeLines; ++line) {"),
-    Mutation("a line is given back before the other lanes have read it", "__syncwarp();\n    release(empty(base, lines.stage()));", "release(empty(base, lines.stage()));", RACE),
-    Mutation("a line is given back at its beginning", "mbarrier_wait(full(base, lines.stage()), lines.phase());", "mbarrier_wait(full(base, lines.stage()), lines.phase()); release(empty(base, lines.stage()));", f"{RACE}|arriv", behind="for (int line = 0; line < kCodeLines; ++line) {"),
-    Mutation("V is replaced while other warps' products read it", "if (subtile == 0) named_barrier_sync(kGroupBarrier + group, 128);", "", RACE),
-    Mutation("operands are replaced while the products read them", "wgmma_wait<kOperands - 1>();", "", "registers of lane"),
-    Mutation("V and P are read without a fence", "fence_proxy_async();", "", "fence.proxy.async", behind="store_scaled_probabilities<kRows>(p_at(base, group), s, of.token, state);"),
-    Mutation("V and P are read before the other warps have stored them", "named_barrier_sync(barrier, 128);", "", f"{RACE}|uninitialised", behind="store_scaled_probabilities<kRows>(p_at(base, group), s, of.token, state);\n  fence_proxy_async();"),
-    Mutation("Q is converted before it has landed", "mbarrier_wait(q_full(base, 0), query.phase());", "", f"{RACE}|uninitialised"),
-    Mutation("Q is read before the others have converted it", "named_barrier_sync(kPairBarrier, 256);", "", f"{RACE}|fence", behind="convert_query<Code, kRows, kCodeColumns>(base + kOffsetQ, base + kOffsetUnits);\n      fence_proxy_async();"),
-    Mutation("Q is read without a fence", "fence_proxy_async();", "", "fence.proxy.async", behind="convert_query<Code, kRows, kCodeColumns>(base + kOffsetQ, base + kOffsetUnits);"),
-    Mutation("the scale of the token before", "token / Config::kBoxTokens * kScaleBoxBytes + token % Config::kBoxTokens * kScaleBytes", "(token > 0 ? token - 1 : 0) / Config::kBoxTokens * kScaleBoxBytes + (token > 0 ? token - 1 : 0) % Config::kBoxTokens * kScaleBytes", WRONG),
-    Mutation("scales that have not landed", "mbarrier_wait(scales_full(base, scales.stage()), scales.phase());", "", f"{RACE}|uninitialised"),
-    Mutation("scales are given back before they were read", "mbarrier_init(scales_empty(base, i), 4)", "mbarrier_init(scales_empty(base, i), 1)", ""),
-    Mutation("the scale of another group of columns", "add_scores(scales_of, left, g, sums[g], s);", "add_scores(scales_of, left, kGroups - 1 - g, sums[g], s);", f"{WRONG}|lse: "),
-    Mutation("V without its group's scale", "scale_values(scales_of, left, subtile / kGroupSubtiles, of, values);", "", WRONG),
-    Mutation("probabilities without their token's scale", "pack2<Fp16>(p[0] * scale[i / 2 % 2], p[1] * scale[i / 2 % 2])", "pack2<Fp16>(p[0], p[1])", WRONG, file="operands.cuh"),
-    Mutation("scores without Q's unit", "load_shared_f32(base + kOffsetUnits + 4 * accumulator_column(j)) * unit", "unit", f"{WRONG}|lse: "),
-    Mutation("the rotary part is left out", "s[i] += rope[i];", "", f"{WRONG}|lse: "),
-    Mutation("columns come out in the order of the codes", "(chunk & ~1) + k % 2", "(chunk & ~1) + k / 2", WRONG, file="operands.cuh"),
-    Mutation("columns of partial results, too", "first_column + Operand<Code>::column(accumulator_row(i / 2 % 2))", "first_column + accumulator_row(i / 2 % 2)", WRONG, file="operands.cuh"),
-    Mutation("the tail of V is not cleared", "zero_rows<kTokens>(v_at(base, group), 0, kSubtilesV, kv_end - token);", "", ""),
-    Mutation("scales of tokens that the request does not have", "token < left ? load_shared_f32(token_scales(scales, token) + 4 * group) : 0.f", "load_shared_f32(token_scales(scales, token) + 4 * group)", "uninitialised"),
-)  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def mutants(tmp_path_factory: pytest.TempPathFactory) -> Mutants:
-    folder = small_folder(tmp_path_factory.mktemp("mutants") / "small", "fp8_ds_mla", d_v=256, rows=16)
-    return Mutants.made(folder, MUTATIONS, tmp_path_factory)
-
-
-def reports_of(folder: Path) -> Iterator[str]:
-    """Run the problems under one schedule after the other, and tell what is wrong."""
-    mla = mlaforge.load(folder, device="sim")
-    for seed in range(9):
-        for problem in PROBLEMS[:5]:
-            mla.backend.options = SimulatorOptions(seed=seed, mode=MODES[seed % 3], sms=1 + seed % 2 * 3)
-            yield from run_problem(mla, problem, "cpu").failures
-
-
-@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i].name.replace(" ", "-"))
-def test_every_mutation_is_caught(number: int, mutants: Mutants, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_caught(MUTATIONS[number], reports_of(mutants.switch(number, monkeypatch)))
-
-
-def test_nothing_is_found_where_no_mutation_is_on(mutants: Mutants, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not list(reports_of(mutants.switch(-1, monkeypatch)))

@@ -21,8 +21,8 @@ from .block import (
     TensorMap,
     WarpRole,
 )
-from .errors import Problem, SpecError
 from .cache_layout import CacheLayout
+from .errors import Problem, SpecError
 from .kernel_plan import ELEMENT_BYTES, ELEMENTS, Choice, KernelPlan, Parameter, divisor
 from .kernels import plan_kernels
 from .memory_plan import CODES, row_parts, scale_group, tensor_scale
@@ -214,8 +214,8 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
     tokens = options.tile_tokens
 
     schedule: str = options.schedule
-    if schedule not in (offered := _schedules(spec)):
-        names = " or ".join(offered)
+    if schedule not in (schedules := _schedules(spec)):
+        names = " or ".join(schedules)
         problem = f"no {schedule} kernel reads a cache of {spec.cache.dtype}; got {schedule}; use {names}"
         raise SpecError([spec.problem("kernels.decode.schedule", problem)])
     if schedule == "auto":
@@ -807,7 +807,9 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
         registers=(
             RegisterUse("warpgroup 0", f"O, {spec.d_v} x {rows} float32", rows * spec.d_v // 128),
             RegisterUse("warpgroup 0", f"S, {tokens} x {rows} float32, of codes and of bf16", 2 * rows * tokens // 128),
-            RegisterUse("warpgroup 0", f"two subtiles of K, {tokens} x {SUBTILE_COLUMNS} fp16", 2 * tokens * LINE // 512),
+            RegisterUse(
+                "warpgroup 0", f"two subtiles of K, {tokens} x {SUBTILE_COLUMNS} fp16", 2 * tokens * LINE // 512
+            ),
             RegisterUse("warpgroup 0", "maxima, sums and units of rows", 3 * rows // 4),
             RegisterUse("warpgroup 0", "addresses, loops, work", 36),
         ),
@@ -819,6 +821,7 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
 
 
 _ARRANGEMENTS: dict[str, _Arrange] = {"plain": _plain, "skewed": _skewed, "swapped": _swapped}
+
 
 def _arrange(spec: Spec, schedule: str, rows: int, tokens: int, stages: int) -> _Arrangement:
     arrange = _ARRANGEMENTS[schedule] if spec.layout is None else _swapped_quantised

@@ -205,7 +205,7 @@ void unpack4(uint32_t x, float (&v)[4]) {
 
 namespace sim {
 
-// Two fp16 of codes in a register; marks stay what they are. Codes may look like one by chance, though not in both halves.
+// Two fp16 of codes in a register; marks stay what they are. One NaN may look like one by chance, though not both halves.
 template <class Value>
 uint32_t widened(uint32_t codes, Value value) {
   const auto half = static_cast<std::uint16_t>(codes);
@@ -227,11 +227,12 @@ uint32_t widen_high(uint32_t x) {
 inline void widen_e2m1(uint32_t x, uint32_t (&r)[4]) {
   constexpr float kValues[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
   for (int pair = 0; pair < 4; ++pair) {
-    r[pair] = sim::widened(x, [&](int i) {
-      // Elements 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+    const auto value = [&](int i) {
+      // Elements 0 and 2, 4 and 6, 1 and 3, 5 and 7. All bits are numbers, so that what is undefined can't be told.
       const uint32_t code = x >> 4 * (pair % 2 * 4 + pair / 2 + 2 * i);
       return (code & 8 ? -kValues[code & 7] : kValues[code & 7]) / 64.f;
-    });
+    };
+    r[pair] = pack2<Fp16>(value(0), value(1));
   }
 }
 inline uint32_t multiply2(uint32_t x, uint32_t y) {
@@ -643,7 +644,11 @@ inline void load_box(Block& target, const TensorMap& map, smem_t bar, smem_t dst
       if (from) {
         const bool undefined = machine->global(from, element_bytes, false, access.where, {.copies = true});
         std::memcpy(p, from, element_bytes);
-        if (undefined) machine->copy_mark(target, to, element_bytes, access, from);
+        if (undefined) {
+          machine->copy_mark(target, to, element_bytes, access, from);
+        } else if (to % 4 == 0) {
+          machine->unflag_marked(target, to);
+        }
       } else {
         std::memset(p, 0, element_bytes);
       }
