@@ -203,7 +203,7 @@ def test_a_quantised_cache_has_the_swapped_kernels(dtype: str) -> None:
     tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
     tree["cache"]["dtype"] = dtype
     plan = make_plan(Spec.model_validate(tree))
-    assert plan.spec.element == "bf16" and [kernel.name for kernel in plan.kernels][0] == "gather"
+    assert plan.spec.element == "bf16" and next(kernel.name for kernel in plan.kernels) == "gather"
     # Four sums of scores take the registers that O of 32 rows would need.
     assert [each.tile.rows for each in plan.decodes] == ([16] if dtype == "fp8_ds_mla" else [16, 32])
     for each in plan.decodes:

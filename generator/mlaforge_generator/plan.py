@@ -765,7 +765,7 @@ def _coded_memory(
 
 
 def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
-    """The same on quantised rows: what the ring holds is lines of them, and either warpgroup has a tile of V of its own."""
+    """The same on quantised rows: the ring holds lines of them, and either warpgroup has a tile of V of its own."""
     row = coded_row(spec, tokens)
     assert row is not None
     loader, consumer = 40, 232

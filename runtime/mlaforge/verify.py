@@ -283,8 +283,8 @@ def make_inputs(problem: Problem, manifest: Manifest, device: str | torch.device
     """Make the tensors of a problem as FlashMLA's tests do: normal values / 10, pages in random order.
 
     Cache slots that no token has are NaN, table entries that no token needs hold `problem.table_filler`, and what the
-    call must write is NaN. Tokens of a quantised cache are larger and smaller than that by powers of two, and so are their
-    scales; a tensor scale is such that some of them saturate.
+    call must write is NaN. Tokens of a quantised cache are larger and smaller than that by powers of two, and so are
+    their scales; a tensor scale may be such that some of them saturate.
     """
     generator = torch.Generator(device).manual_seed(problem.seed)
     dtype = DTYPES[manifest.element]
