@@ -76,7 +76,7 @@ def test_a_long_context_in_rounds() -> None:
 
 def test_transformers_prompt_and_decode() -> None:
     """Our layer is no farther from the exact result than transformers' own in bf16."""
-    pytest.importorskip("transformers", reason="transformers is what the layer is compared with")
+    pytest.importorskip("transformers", minversion="5.24", reason="transformers is what the layer is compared with")
     layer, model = lite(), MODELS["DeepSeek-V2-Lite"]
     config = model.config(**LITE)
     theirs_layer = model.layer(config).cuda()

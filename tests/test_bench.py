@@ -45,6 +45,8 @@ from mlaforge.simulator import Simulator, SimulatorOptions
 from mlaforge_generator import cli
 from mlaforge_generator.bench_tables import bench_tables
 from mlaforge_generator.cost import decode_energy
+from mlaforge_generator.report.plots import plots
+from mlaforge_generator.report.results import Result
 from mlaforge_generator.target import H200, EnergyModel
 from test_verify import one_thread as one_thread
 
@@ -553,6 +555,8 @@ def test_a_run_from_peers_to_plots(fakes: dict[str, Any], monkeypatch: pytest.Mo
         circles = root.findall("{http://www.w3.org/2000/svg}circle")
         # Three kernels at two points, and three in the legend.
         assert len(circles) == 9 and "a CPU &amp; no GPU" in picture
+    drawn = plots(Result.model_validate_json(json.dumps(result)))
+    assert [plot.title for plot in drawn] == ["Decode, burst", "Decode, sustained"]
     assert session.steps == 6
 
 

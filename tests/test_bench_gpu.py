@@ -33,7 +33,7 @@ def test_a_small_bench(tmp_path: Path) -> None:
         assert kernels[OURS]["launch"] == "graph" and kernels[OURS]["us"]["count"] == 10
     assert len(made["memory"]) == 5
     for entry in made["memory"]:
-        assert 0.5 < entry["of_copy"] < 1.3 and 1_000 < entry["kernels"][COPY]["GBps"] < 10_000
+        assert 0.5 < entry["of_copy"] < 2 and 1_000 < entry["kernels"][COPY]["GBps"] < 10_000
 
 
 def test_calls_of_the_kernels_that_move_data_are_captured_and_right() -> None:

@@ -31,6 +31,8 @@ from mlaforge.bench.session import COPY, OURS, BenchError, Options, Session, dif
 from mlaforge.bench.timing import Timed
 from mlaforge.reference import prefill_reference
 from mlaforge_generator.bench_tables import bench_tables
+from mlaforge_generator.report.plots import plots
+from mlaforge_generator.report.results import Result
 from test_bench import ROOT, SCALE, FakeDevice, Ours, play_gpu, run
 from test_verify import one_thread as one_thread
 
@@ -295,6 +297,9 @@ def test_a_run_from_peers_to_tables(fakes: dict[str, Any], monkeypatch: pytest.M
         "fa3_fwd",
     ):
         assert words in text, words
+    drawn = plots(Result.model_validate_json(json.dumps(result)))
+    assert [plot.title for plot in drawn] == ["Prefill, causal", "Kernels that move data"]
+    assert all(words in drawn[1].picture for words in ("merge_latent, 200 tokens", "GB/s", "copy"))
 
 
 def test_the_fastest_build_of_flash_attention_3_is_its_time(fakes: dict[str, Any]) -> None:

@@ -284,7 +284,9 @@ def test_read_only_directory_still_serves(tmp_path: Path, monkeypatch: pytest.Mo
     # The modes of a directory do not bind root, so the calls that write are made to fail as on a read-only mount.
     real_open = os.open
     monkeypatch.setattr(
-        os, "open", lambda path, flags, *rest: refuse() if flags & os.O_CREAT else real_open(path, flags, *rest)
+        os,
+        "open",
+        lambda path, flags, *rest, **named: refuse() if flags & os.O_CREAT else real_open(path, flags, *rest, **named),
     )
     monkeypatch.setattr(os, "replace", refuse)
     with warnings.catch_warnings():

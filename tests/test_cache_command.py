@@ -167,6 +167,15 @@ def test_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("list").exit_code == 2
 
 
+def test_a_cache_that_others_can_write_to(kept: KernelCache) -> None:
+    assert kept.directory is not None
+    kept.directory.chmod(0o777)
+    for command in ("list", "verify"):
+        result = run(command, "--json")
+        assert result.exit_code == 2 and f"not used; chmod go-w {kept.directory}" in result.stderr
+    assert run("clear", "--yes").exit_code == 0 and keys(kept) == ""
+
+
 def test_torch_is_not_imported(kept: KernelCache) -> None:
     program = (
         f"import sys; sys.path[:0] = {[entry for entry in sys.path if entry]!r}\n"

@@ -503,7 +503,9 @@ def test_failure_under_the_simulator_replays_with_its_schedule(
 def test_make_with_one(on_cpu: Decoders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     of_make = cli.make.Run
     monkeypatch.setattr(
-        cli.make, "Run", lambda seed, examples, device: of_make(seed, examples, max_tokens=300, device="cpu")
+        cli.make,
+        "Run",
+        lambda seed, examples, device, results: of_make(seed, examples, 300, device="cpu", results=results),
     )
     result = run("make", "minicpm3", "-o", tmp_path, "--examples", "4")
     assert result.exit_code == 0 and "all 4 problems accepted" in result.stdout

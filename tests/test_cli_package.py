@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,7 +18,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import mlaforge_generator
+from documents import ROOT, read_blocks
+from mlaforge.compiler import CompiledKernel
+from mlaforge.manifest import Manifest, read_manifest
 from mlaforge_generator import cli
+from mlaforge_generator.cli import group
 from mlaforge_generator.cli.output import print_json
 from test_cli import Decoders
 from test_cli import on_cpu as on_cpu
@@ -63,7 +69,7 @@ def test_help_imports_nothing_heavy() -> None:
         "    try: cli(call)\n"
         "    except SystemExit as stop: assert not stop.code\n"
         "roots = {name.partition('.')[0] for name in sys.modules}\n"
-        "wrong = roots & {'torch', 'cuda', 'numpy', 'rich', 'transformers'}\n"
+        "wrong = roots & {'torch', 'cuda', 'numpy', 'rich', 'transformers', 'openai'}\n"
         "wrong |= {name for name in sys.modules if name.startswith('mlaforge.')}\n"
         "sys.exit(str(wrong) if wrong else 0)"
     )
@@ -110,7 +116,7 @@ def test_completion_scripts(shell: str) -> None:
     [
         ("mlaforge ca", {"cache"}),
         ("mlaforge cache ", {"list", "verify", "clear"}),
-        ("mlaforge plan deepseek_", {"deepseek_v2", "deepseek_v2_lite", "deepseek_v3"}),
+        ("mlaforge plan deepseek_v2", {"deepseek_v2", "deepseek_v2_lite"}),
         ("mlaforge compile minicpm3 glm_5_3", {"glm_5_3_flash"}),
         ("mlaforge export minicpm3 --format c", {"c-header", "cmake"}),
         ("mlaforge make no_such/sp", {"no_such/sp"}),
@@ -131,6 +137,156 @@ def test_completion(words: str, wanted: set[str]) -> None:
 def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"a": [float("inf"), 1.5], "b": (float("nan"),)})
     assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": [None]}
+
+
+def test_every_command_has_json() -> None:
+    for path in commands(cli.cli):
+        command: click.Command = cli.cli
+        for name in path:
+            assert isinstance(command, click.Group)
+            command = command.commands[name]
+        if isinstance(command, click.Group):
+            continue
+        (option,) = [each for each in command.params if "--json" in each.opts]
+        assert isinstance(option, click.Option) and option.is_flag and option.help, path
+
+
+def as_json(*arguments: str | Path, exit_code: int = 0) -> Any:
+    result = run(*map(str, arguments), "--json")
+    assert result.exit_code == exit_code, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_generate_as_json(tmp_path: Path) -> None:
+    (made,) = as_json("generate", "minicpm3", "-o", tmp_path)
+    assert made["folder"] == str(tmp_path / "minicpm3") and len(made["written"]) == made["files"] > 10
+    assert as_json("generate", "minicpm3", "-o", tmp_path)[0]["written"] == []
+    checked = as_json("generate", "minicpm3", "-o", tmp_path, "--check")
+    assert checked == {"output": str(tmp_path), "specs": 1, "drifted": {}}
+    (tmp_path / "minicpm3" / "decode.cu").write_text("")
+    drifted = as_json("generate", "minicpm3", "-o", tmp_path, "--check", exit_code=1)["drifted"]
+    assert set(drifted) == {"minicpm3"} and "+constexpr int kStages" in drifted["minicpm3"]
+
+
+def test_schema_as_json(tmp_path: Path) -> None:
+    assert as_json("schema", "--check")["up_to_date"] is True
+    assert as_json("schema", "--check", "-o", tmp_path / "none", exit_code=1)["up_to_date"] is False
+
+
+def test_import_and_export_as_json(tmp_path: Path) -> None:
+    exported = as_json("export", "minicpm3", "--format", "trtllm-json", "-o", tmp_path)
+    assert exported == {"spec": "minicpm3", "format": "trtllm-json", "files": [str(tmp_path / "minicpm3.json")]}
+    assert len(as_json("export", "minicpm3", "--format", "cmake", "-o", tmp_path)["files"]) > 10
+    spec = tmp_path / "again.yaml"
+    imported = as_json("import", tmp_path / "minicpm3.json", "-o", spec)
+    assert imported["file"] == str(spec) and imported["text"] == spec.read_text()
+    assert imported["spec"]["model"]["kv_lora_rank"] == 256 and imported["not_planned"] == []
+    config = {"num_attention_heads": 8, "kv_lora_rank": 100, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "v_head_dim": 64, "model_type": "deepseek_v3"}))
+    odd = as_json("import", tmp_path / "config.json", "--name", "odd")
+    assert odd["file"] is None and odd["text"].endswith("\n") and "model.kv_lora_rank" in odd["not_planned"][0]
+
+
+def test_trace_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlaforge.trace import Lane, Timeline
+
+    lanes = (Lane("warp 0", "scores", 5, ()),), (Lane("tile 0", "shared memory", 5, ()),)
+    timeline = Timeline("a run", 5, *lanes, fault="a race")
+    monkeypatch.setattr("mlaforge.trace.trace_decode", lambda *_: timeline)
+    picture = tmp_path / "a.svg"
+    found = as_json("trace", "minicpm3", "-o", picture, exit_code=1)
+    assert found["files"] == [str(picture)] and found["steps"] == 5 and found["fault"] == "a race"
+    assert found["warps"] == [{"name": "warp 0", "group": "scores"}] and found["buffers"][0]["name"] == "tile 0"
+
+
+def compile_nothing(folders: list[Path]) -> list[tuple[Manifest, CompiledKernel]]:
+    manifest = read_manifest(folders[0])
+    return [(manifest, CompiledKernel(manifest.decode.source, "sm_90a", "", b"", {}, "", {}, {}, True))]
+
+
+def test_make_as_json(on_cpu: Decoders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    of_make = cli.make.Run
+
+    def small(seed: int, examples: int | None, device: str, results: list[dict[str, Any]] | None) -> Any:
+        return of_make(seed, examples, 100, device="cpu", kernels=("decode",), results=results)
+
+    monkeypatch.setattr(cli.make, "Run", small)
+    monkeypatch.setattr(cli.make, "compile_folders", compile_nothing)
+    made = as_json("make", "minicpm3", "-o", tmp_path, "--examples", "3")
+    assert made["plan"]["spec"]["name"] == "minicpm3" and made["generated"]["folder"] == str(tmp_path / "minicpm3")
+    assert made["kernels"][0]["cubin_bytes"] == 0 and made["simulated"] is None
+    assert [each["kernels"] for each in made["verification"]] == [["absorption"], ["decode"]]
+    on_cpu.fault = "base-2 lse"
+    failed = as_json("make", "minicpm3", "-o", tmp_path, "--examples", "20", exit_code=1)
+    assert failed["verification"][-1]["failure"]["reproduce"].startswith("mlaforge verify minicpm3")
+
+
+# ---- Terminals -------------------------------------------------------------------------------------------------------
+
+
+def test_exit_codes_are_the_same_everywhere() -> None:
+    """In the help, in the README, and in the classes that carry them."""
+    codes = {0, *(each.exit_code for each in (group.Failure, *group.Failure.__subclasses__()))}
+    assert codes == {0, 1, 2, 3, 4}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for text, form in ((run("--help").stdout, r"^ +(\d)  \w"), (readme, r"^\| (\d) \| \w")):
+        assert {int(code) for code in re.findall(form, text, re.MULTILINE)} == codes
+
+
+def on_a_terminal(*arguments: str) -> tuple[int, str, str]:
+    """Run a command whose stderr is a terminal and whose stdout is a pipe; give exit code, stdout and stderr."""
+    main, terminal = os.openpty()
+    paths = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CI")}
+    command = [sys.executable, "-m", "mlaforge_generator.cli", *arguments]
+    environment |= {"PYTHONPATH": paths, "TERM": "xterm-256color"}
+    started = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=terminal, text=True)
+    os.close(terminal)
+    shown = b""
+    # A terminal that nobody holds any more is an error to read from.
+    with contextlib.suppress(OSError):
+        while part := os.read(main, 65_536):
+            shown += part
+    os.close(main)
+    assert started.stdout is not None
+    printed = started.stdout.read()
+    return started.wait(), printed, shown.decode(errors="replace")
+
+
+def test_progress_on_a_terminal_and_no_colours_in_a_pipe(tmp_path: Path) -> None:
+    spec = tmp_path / "tour.yaml"
+    spec.write_text(next(block.text for block in read_blocks(ROOT / "docs" / "tour.md") if block.language == "yaml"))
+    code, printed, shown = on_a_terminal("compile", str(spec))
+    assert code == 0 and "compiling" in shown and "\x1b[" in shown
+    assert "mla_decode" in printed and "\x1b" not in printed
+
+
+@pytest.mark.parametrize("what", ["status", "progress", "steps"])
+def test_bars_are_for_terminals(what: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from mlaforge_generator.cli import output
+
+    def show() -> str:
+        if what == "status":
+            with output.status("waiting"):
+                pass
+        elif what == "progress":
+            with output.progress("waiting", 2) as advance:
+                advance()
+        else:
+            with output.steps() as (advance_to, total):
+                total(2)
+                advance_to("waiting")
+        captured = capfd.readouterr()
+        assert captured.out == ""
+        return captured.err
+
+    assert show() == ""
+    monkeypatch.setattr(
+        output, "make_console", lambda stderr=False: Console(stderr=stderr, force_terminal=True, width=80)
+    )
+    assert "waiting" in show()
 
 
 def test_verify_as_json(on_cpu: Decoders) -> None:

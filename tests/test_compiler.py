@@ -159,7 +159,13 @@ def test_missing_header_is_a_compile_error(toy: Path) -> None:
 def test_compile_many_keeps_the_order(toy: Path, tmp_path: Path) -> None:
     other = toy.parent / "other.cu"
     other.write_text(TOY.replace("toy", "other"))
-    kernels = compile_many([other, toy], workers=2, cache=KernelCache(tmp_path / "cache"))
+    done: list[None] = []
+    cache = KernelCache(tmp_path / "cache")
+    kernels = compile_many([other, toy], workers=2, cache=cache, advance=lambda: done.append(None))
+    assert len(done) == 2
+    # What the cache has counts, too.
+    compile_many([toy], cache=cache, advance=lambda: done.append(None))
+    assert len(done) == 3
     assert [kernel.entries for kernel in kernels] == [("other",), ("toy",)]
 
 

@@ -277,6 +277,7 @@ kernels:
         ({"stages": 8}, 10, "kernels.decode.stages", ("lower stages to 3",)),
         ({"stages": "3\n    schedule: plain"}, 10, "kernels.decode.stages", ("303,512 B", "lower stages to 2")),
         ({"stages": "1\n    schedule: skewed"}, 10, "kernels.decode.stages", ("needs 2 stages; got 1",)),
+        ({"stages": "1\n    schedule: plain"}, 10, "kernels.decode.stages", ("needs 2 stages; got 1",)),
         ({"stages": "3\n    schedule: swapped"}, 10, "kernels.decode.stages", ("lower stages to 2",)),
         ({"stages": "2\n    tile_rows: 32\n    schedule: plain"}, 11, "kernels.decode.tile_rows", ("64 rows; got 32",)),
         (
@@ -288,7 +289,7 @@ kernels:
         ({"rank": 520}, 4, "model.kv_lora_rank", ("128, 256, 384, 512", "520")),
         ({"rope": 24}, 6, "model.qk_rope_head_dim", ("multiple of 16", "use 16 or 32")),
         ({"rope": 512}, 4, "model.kv_lora_rank", ("232,448 B", "model.kv_lora_rank + model.qk_rope_head_dim = 1024")),
-        ({"rope": 512, "stages": 1}, 4, "model.kv_lora_rank", ("even 1 stage needs",)),
+        ({"rope": 512, "stages": 2}, 4, "model.kv_lora_rank", ("even 2 stages need",)),
     ],
 )
 def test_hardware_limits_name_the_field(

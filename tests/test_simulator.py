@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlaforge
+from folders import generate
 from mlaforge.api import MLA
 from mlaforge.launch import Cuda
 from mlaforge.simulator import (
@@ -278,3 +279,13 @@ def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(CompilerMissingError, match="apt-get install g"):
         find_compiler()
+
+
+@pytest.mark.parametrize(("schedule", "rows", "stages"), [("plain", 64, 2), ("skewed", 64, 2), ("swapped", 16, 1)])
+def test_the_fewest_stages_that_are_planned_do(schedule: str, rows: int, stages: int, tmp_path: Path) -> None:
+    """A sweep takes every number of stages that the planner allows, and a deadlock there would hang a GPU."""
+    folder = generate(tmp_path / "few", "mistral_small_4", schedule=schedule, tile_rows=rows, stages=stages)
+    mla = mlaforge.load(folder, device="sim", simulator=SimulatorOptions(sms=3))
+    for problem in (Problem(lengths=(500, 0, 130), h_q=16), Problem(lengths=(64,) * 5, h_q=5, s_q=2, causal=True)):
+        errors = run_problem(mla, problem, "cpu")
+        assert not errors.failures, errors.failures

@@ -61,6 +61,8 @@ from test_verify import Cache, Manifest, TorchDecoder
 from test_verify import one_thread as one_thread
 
 SHIPPED = sorted(path.stem for path in spec_dir().glob("*.yaml"))
+DECODED = [name for name in SHIPPED if make_plan(load_spec(find_spec(name))).decodes]
+"""Those with a decode kernel, which is what is tuned."""
 MODEL = (
     "model: {num_attention_heads: 8, kv_lora_rank: 256, qk_nope_head_dim: 64, qk_rope_head_dim: 32, v_head_dim: 64}\n"
 )
@@ -71,7 +73,7 @@ TUNED: dict[str, Value] = {"schedule": "skewed", "tile_rows": 64, "stages": 3}
 # ---- What is swept ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", DECODED)
 def test_every_combination_that_the_fields_offer_is_there_once(name: str) -> None:
     spec = load_spec(find_spec(name))
     swept = enumerate_candidates(spec)
@@ -132,8 +134,8 @@ def test_settings_of_the_same_text_are_one_candidate(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(candidates_module, "render", lambda plan: {"decode.cu": plan.decode.schedule_name})
     spec = parse_spec(MINIMAL + "kernels: {decode: {schedule: plain}}\n")
     (only,) = enumerate_candidates(spec, ["stages"]).buildable
-    assert dict(only.settings) == {"stages": 1} and only.planner
-    assert [each["stages"] for each in only.same] == [2, 3, 4]
+    assert dict(only.settings) == {"stages": 2} and only.planner
+    assert [each["stages"] for each in only.same] == [3, 4]
 
 
 def test_what_no_setting_gives_is_a_candidate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -656,15 +658,26 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
+class Reading:
+    """A decoder that reads its folder when it is called, as kernels do at their first call."""
+
+    def __init__(self, decoder: TorchDecoder) -> None:
+        self.decoder, self.manifest = decoder, decoder.manifest
+
+    def decode(self, *tensors: Any, **rest: Any) -> Any:
+        assert all(source.is_file() for source in self.manifest.sources)
+        return self.decoder.decode(*tensors, **rest)
+
+
 class Machine:
     """What a GPU and a compiler would give: times and faults by stages."""
 
     def __init__(self) -> None:
-        self.times = {f"stages {n}": float(times) for n, times in ((1, 30), (2, 20), (3, 10), (4, 25))}
+        self.times = {f"stages {n}": float(times) for n, times in ((2, 20), (3, 10), (4, 25))}
         self.decoders: dict[int, TorchDecoder] = {}
         self.not_compiled: set[int] = set()
 
-    def load(self, folder: Path, **_options: object) -> TorchDecoder:
+    def load(self, folder: Path, **_options: object) -> Reading:
         manifest = read_manifest(folder)
         stages = sum(region.name.startswith("K") for region in manifest.decode.regions)
         if stages in self.not_compiled:
@@ -676,7 +689,7 @@ class Machine:
             sources: tuple[Path, ...] = manifest.sources
 
         made = WithSources(manifest.d_qk, manifest.d_v, manifest.softmax_scale, cache)
-        return dataclasses.replace(self.decoders.get(stages, TorchDecoder()), manifest=made)
+        return Reading(dataclasses.replace(self.decoders.get(stages, TorchDecoder()), manifest=made))
 
 
 @pytest.fixture
@@ -826,9 +839,9 @@ def test_what_does_not_compile_is_listed(machine: Machine, spec: Path, tmp_path:
     result = invoke(spec, *QUICK, "--data", data)
     assert result.exit_code == 0 and "winner: stages 2" in result.stdout
     assert "does not compile: decode.cu(7): error: no such thing" in result.stdout
-    machine.not_compiled = {1, 2, 3, 4}
+    machine.not_compiled = {2, 3, 4}
     result = invoke(spec, *QUICK, "--data", data)
-    assert result.exit_code == 3 and "stages 1: does not compile: decode.cu(7): error" in result.stderr
+    assert result.exit_code == 3 and "stages 2: does not compile: decode.cu(7): error" in result.stderr
 
 
 def test_a_missing_toolchain(machine: Machine, spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,13 @@ def test_plans_and_compiles(site: Path, tmp_path: Path) -> None:
     assert "mla_decode" in run(site, tmp_path, "compile", "minicpm3")
 
 
+def test_the_template_of_reports_travels_along(site: Path) -> None:
+    for path in (ROOT / "templates" / "report").iterdir():
+        assert (site / "mlaforge_generator" / "_data" / "templates" / "report" / path.name).read_bytes() == (
+            path.read_bytes()
+        )
+
+
 def test_simulator_travels_along(site: Path, tmp_path: Path) -> None:
     out = run(site, tmp_path, "verify", "minicpm3", "--device", "sim", "--problem", "lengths=70 h_q=16")
     assert "all 1 problems accepted" in out

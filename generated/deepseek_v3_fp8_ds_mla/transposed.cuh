@@ -131,32 +131,45 @@ MLAFORGE_DEVICE void store_column_probabilities(smem_t tile, const float (&s)[Ro
   });
 }
 
-// A warpgroup's 64 columns of O from `first_column` on, to the rows of the result. `scratch` is a tile as above; a warp
-// uses only what it stores there itself.
-template <class C>
-MLAFORGE_DEVICE void store_out_columns(const Output& o, const RowTile<C>& tile, int request, int slot, int first_column,
-                                       const float (&acc)[C::kRows / 2], smem_t scratch) {
+// A warpgroup's columns of O from subtile First on, `Count` subtiles, to the rows of the result. `scratch` is a tile as above;
+// a warp uses only what it stores there itself.
+template <class C, int First, int Count, int Subtiles>
+MLAFORGE_DEVICE void store_out_columns(const Output& o, const RowTile<C>& tile, int request, int slot,
+                                       const float (&acc)[Subtiles][C::kRows / 2], smem_t scratch) {
   if (slot < 0) {
-    store_transposed<C::kRows>(scratch, [&](int i) { return pack2<typename C::Element>(acc[i], acc[i + 1]); });
-    __syncwarp();
+    const int chunk = 2 * group_warp() + (lane_id() & 1);
+    unsigned char* line[C::kRows / 16];
 #pragma unroll
     for (int h = 0; h < C::kRows / 16; ++h) {
       const int r = 16 * h + (lane_id() >> 1);
-      const int chunk = 2 * group_warp() + (lane_id() & 1);
-      int32_t w[4];
-      load_shared_v4(scratch + r * 128 + ((chunk ^ (r & 7)) << 4), w);
-      if (!tile.holds(r)) continue;
-      store_global_v4(o.row_at(tile, request, r) + (first_column + 8 * chunk) * 2, static_cast<uint32_t>(w[0]),
-                      static_cast<uint32_t>(w[1]), static_cast<uint32_t>(w[2]), static_cast<uint32_t>(w[3]));
+      line[h] = o.row_at(tile, request, r) + (64 * First + 8 * chunk) * 2;
     }
-    __syncwarp();
-  } else {
 #pragma unroll
-    for (int i = 0; i < C::kRows / 2; ++i) {
-      const int r = accumulator_column(column_of(i));
-      if (!tile.holds(r)) continue;
-      const int64_t at = tile.partial_row(slot, r) * C::kHeadDimV + first_column + accumulator_row(i / 2 % 2);
-      store_global(o.partial_out + at, acc[i]);
+    for (int c = 0; c < Count; ++c) {
+      const auto& columns = acc[First + c];
+      store_transposed<C::kRows>(scratch, [&](int i) { return pack2<typename C::Element>(columns[i], columns[i + 1]); });
+      __syncwarp();
+#pragma unroll
+      for (int h = 0; h < C::kRows / 16; ++h) {
+        const int r = 16 * h + (lane_id() >> 1);
+        int32_t w[4];
+        load_shared_v4(scratch + r * 128 + ((chunk ^ (r & 7)) << 4), w);
+        if (!tile.holds(r)) continue;
+        store_global_v4(line[h] + c * 128, static_cast<uint32_t>(w[0]), static_cast<uint32_t>(w[1]),
+                        static_cast<uint32_t>(w[2]), static_cast<uint32_t>(w[3]));
+      }
+      __syncwarp();
+    }
+  } else {
+    // A slot has room for all rows of a tile, so nobody asks which of them there are.
+    float* at = o.partial_out + tile.partial_row(slot, accumulator_column(0)) * C::kHeadDimV + accumulator_row(0) + 64 * First;
+#pragma unroll
+    for (int c = 0; c < Count; ++c) {
+#pragma unroll
+      for (int i = 0; i < C::kRows / 2; ++i) {
+        const int r = 8 * (i / 4) + i % 2;
+        store_global(at + r * C::kHeadDimV + 64 * c + 8 * (i / 2 % 2), acc[First + c][i]);
+      }
     }
   }
 }

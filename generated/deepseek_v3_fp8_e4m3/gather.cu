@@ -7,7 +7,7 @@
 // Rows of the cache are fp8_e4m3: codes, and scales of theirs beside them; one more scale goes with the whole cache.
 //
 // A warp has 8 rows. Each of its lanes finds out where one of them comes from, then all of them load at once, 16
-// bytes each. Of a piece of codes come several pieces of 16-bit elements: neighbours trade, so that a warp stores whole lines.
+// bytes each. Of a piece of codes come several pieces of 16-bit elements: neighbours trade, for a warp to store whole lines.
 
 #include "memory.cuh"
 #include "primitives.cuh"
@@ -82,7 +82,8 @@ extern "C" __global__ void __launch_bounds__(256)
     return piece_at(kv_cache, steps(source.block, cache_stride_b) + steps(source.slot, cache_stride_t) + piece);
   };
 
-  // Codes and scales of a row that is zeros are 0. Of each turn of 32 pieces a lane loads the one whose units, after the trade, lie 32 apart and begin with its own.
+  // Of each turn of 32 pieces a lane loads the one whose units, after the trade, lie 32 apart and begin with its own. Codes
+  // and scales of a row that is zeros are 0.
   uint32_t x[kLoads][4];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {

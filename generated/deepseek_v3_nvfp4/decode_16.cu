@@ -378,24 +378,24 @@ MLAFORGE_DEVICE void join_statistics(smem_t base, int buffer, int group, const R
     if (group_warp() == 0) store_shared_f32(mine + 4 * (4 * kRows + accumulator_column(j)), state.max[j]);
   }
   named_barrier_sync(kPairBarrier, 256);
+  // A lane has a row; every warp works out all of them.
+  const int r = lane_id() % kRows;
+  float max[2];
+  float sum[2];
 #pragma unroll
-  for (int j = 0; j < kRows / 4; ++j) {
-    float max[2];
-    float sum[2];
+  for (int g = 0; g < 2; ++g) {
+    const smem_t column = statistics_at(base, buffer, g) + 4 * r;
+    max[g] = load_shared_f32(column + 16 * kRows);
+    sum[g] = 0.f;
 #pragma unroll
-    for (int g = 0; g < 2; ++g) {
-      const smem_t column = statistics_at(base, buffer, g) + 4 * accumulator_column(j);
-      max[g] = load_shared_f32(column + 16 * kRows);
-      sum[g] = 0.f;
-#pragma unroll
-      for (int warp = 0; warp < 4; ++warp) sum[g] += load_shared_f32(column + 4 * warp * kRows);
-    }
-    const float top = fmaxf(max[0], max[1]);
-    const float reference = top == -infinity() ? 0.f : top;
-    const float total = sum[0] * exp2_approx(max[0] - reference) + sum[1] * exp2_approx(max[1] - reference);
-    factor[j] = total == 0.f ? 0.f : exp2_approx(state.max[j] - reference) / total;
-    const int r = late(accumulator_column(j));
-    if (warp_id() != 0 || lane_id() >= 4 || !tile.holds(r)) continue;
+    for (int warp = 0; warp < 4; ++warp) sum[g] += load_shared_f32(column + 4 * warp * kRows);
+  }
+  const float top = fmaxf(max[0], max[1]);
+  const float reference = top == -infinity() ? 0.f : top;
+  const float weight[2] = {exp2_approx(max[0] - reference), exp2_approx(max[1] - reference)};
+  const float total = sum[0] * weight[0] + sum[1] * weight[1];
+  const float of_row = total == 0.f ? 0.f : (group == 0 ? weight[0] : weight[1]) / total;
+  if (static_cast<int>(threadIdx.x) < kRows && tile.holds(r)) {
     const float lse = top + log2_approx(total);
     if (slot < 0) {
       store_global(o.lse_at(tile, request, r), total == 0.f ? infinity() : lse * kLn2);
@@ -403,6 +403,8 @@ MLAFORGE_DEVICE void join_statistics(smem_t base, int buffer, int group, const R
       store_global(o.partial_lse + tile.partial_row(slot, r), total == 0.f ? -infinity() : lse);
     }
   }
+#pragma unroll
+  for (int j = 0; j < kRows / 4; ++j) factor[j] = __shfl_sync(0xffffffffu, of_row, accumulator_column(j));
 }
 
 // Half of O, from subtile First on, to the room of Q or added from there: what a thread holds its twin of the other
@@ -443,15 +445,6 @@ MLAFORGE_DEVICE void join_values(smem_t base, int group, float (&acc)[kSubtilesV
   }
   named_barrier_sync(kPairBarrier, 256);
   if (group == 1) receive_half<kHalfV>(words, acc);
-}
-
-template <int First>
-MLAFORGE_DEVICE void store_half(smem_t scratch, int barrier, const RowTile<Config>& tile, const Output& o, int request,
-                                int slot, const float (&acc)[kSubtilesV][kRows / 2]) {
-#pragma unroll
-  for (int c = First; c < First + kHalfV; ++c) {
-    store_coded_columns<Code>(o, tile, request, slot, 64 * c, acc[c], scratch, barrier);
-  }
 }
 
 // ---- Consumers ---------------------------------------------------------------------------------------------------
@@ -555,9 +548,9 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
     }
     const int barrier = kGroupBarrier + group;
     if (group == 0) {
-      store_half<0>(p_at(base, 0), barrier, tile, o, item.request, item.slot, acc);
+      store_coded_columns<Code, Config, 0, kHalfV>(o, tile, item.request, item.slot, acc, p_at(base, 0), barrier);
     } else {
-      store_half<kHalfV>(p_at(base, 1), barrier, tile, o, item.request, item.slot, acc);
+      store_coded_columns<Code, Config, kHalfV, kHalfV>(o, tile, item.request, item.slot, acc, p_at(base, 1), barrier);
     }
   }
 }
@@ -597,7 +590,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const RowTile<Config> tile = row_tile<Config>(s_q, heads_per_kv, heads_per_kv_multiplier, heads_per_kv_shift,
                                                 row_tiles, causal);
 
-  if (threadIdx.x == 0) {
+  // The last warp: the first is the first to wait for requests' lengths.
+  if (threadIdx.x == kThreads - 32) {
     tma_prefetch(q_map);
     tma_prefetch(kv_map);
     tma_prefetch(scales_map);

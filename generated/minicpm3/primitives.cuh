@@ -29,7 +29,7 @@ using smem_t = uint32_t;
 struct Bf16 {};
 struct Fp16 {};
 struct E4m3 {};
-struct E2m1 {};  // a sign, two bits of exponent, one of mantissa; Hopper has no instruction for it
+struct E2m1 {};  // a sign, two bits of exponent, one of mantissa; Hopper can't convert it
 
 // Two float32, rounded to nearest even, as one register; `lo` lands in the low half (the lower address).
 template <class Element>

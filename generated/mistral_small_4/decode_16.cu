@@ -155,28 +155,36 @@ MLAFORGE_DEVICE void load_queries(smem_t base, const TensorMap& q_map, const Row
 
 // ---- Products ----------------------------------------------------------------------------------------------------
 
-// S^T = K Q^T of the tile whose subtiles begin at `ring`. The columns behind V come last, though they land first: what they
-// add may be large, and then rounds everything that is added behind it.
-MLAFORGE_DEVICE void issue_scores(smem_t base, Ring ring, float (&s)[kRows / 2]) {
+// S^T += K Q^T of `Count` subtiles of the row from First on, which stand at `ring`. The loop is not unrolled: a call with a
+// tile or two pays for every instruction that it has to fetch.
+template <int First, int Count>
+MLAFORGE_DEVICE void add_scores(smem_t base, Ring ring, float (&s)[kRows / 2]) {
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
-  Ring values = ring;
-  values.skip(kSubtilesRope);
-  wgmma_fence_operand(s);
-#pragma unroll
-  for (int subtile = 0; subtile < kSubtiles; ++subtile) {
-    Ring& at = subtile < kSubtilesV ? values : ring;
-    mbarrier_wait(full(base, at.stage()), at.phase());
-    const uint64_t k = wgmma_descriptor(subtile_at(base, at.stage()), 16, 1024);
+  // Zeros fill up the last subtile.
+  constexpr int kSteps = (kHeadDimQK - 64 * First) / 16;
+#pragma unroll 1
+  for (int subtile = 0; subtile < Count; ++subtile) {
+    mbarrier_wait(full(base, ring.stage()), ring.phase());
+    const uint64_t k = wgmma_descriptor(subtile_at(base, ring.stage()), 16, 1024);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // Zeros fill up the last subtile.
-      if (64 * subtile + 16 * i >= kHeadDimQK) break;
-      wgmma_ss_k<Element, kRows>(s, wgmma_advance(k, 32 * i), wgmma_advance(q, subtile * kQSubtileBytes + 32 * i),
-                                 subtile > 0 || i > 0);
+      if (kSteps < 4 * Count && i >= kSteps % 4 && subtile == Count - 1) break;
+      wgmma_ss_k<Element, kRows>(s, wgmma_advance(k, 32 * i), wgmma_advance(q, (First + subtile) * kQSubtileBytes + 32 * i),
+                                 First > 0 || subtile > 0 || i > 0);
     }
-    at.advance();
+    ring.advance();
   }
+}
+
+// S^T = K Q^T of the tile whose subtiles begin at `ring`. The columns behind V come last, though they land first: what they
+// add may be large, and then rounds everything that is added behind it.
+MLAFORGE_DEVICE void issue_scores(smem_t base, Ring ring, float (&s)[kRows / 2]) {
+  Ring values = ring;
+  values.skip(kSubtilesRope);
+  wgmma_fence_operand(s);
+  add_scores<0, kSubtilesV>(base, values, s);
+  add_scores<kSubtilesV, kSubtilesRope>(base, ring, s);
   wgmma_commit();
 }
 
@@ -226,24 +234,24 @@ MLAFORGE_DEVICE void join_statistics(smem_t base, int buffer, int group, const R
     if (group_warp() == 0) store_shared_f32(mine + 4 * (4 * kRows + accumulator_column(j)), state.max[j]);
   }
   named_barrier_sync(kPairBarrier, 256);
+  // A lane has a row; every warp works out all of them.
+  const int r = lane_id() % kRows;
+  float max[2];
+  float sum[2];
 #pragma unroll
-  for (int j = 0; j < kRows / 4; ++j) {
-    float max[2];
-    float sum[2];
+  for (int g = 0; g < 2; ++g) {
+    const smem_t column = statistics_at(base, buffer, g) + 4 * r;
+    max[g] = load_shared_f32(column + 16 * kRows);
+    sum[g] = 0.f;
 #pragma unroll
-    for (int g = 0; g < 2; ++g) {
-      const smem_t column = statistics_at(base, buffer, g) + 4 * accumulator_column(j);
-      max[g] = load_shared_f32(column + 16 * kRows);
-      sum[g] = 0.f;
-#pragma unroll
-      for (int warp = 0; warp < 4; ++warp) sum[g] += load_shared_f32(column + 4 * warp * kRows);
-    }
-    const float top = fmaxf(max[0], max[1]);
-    const float reference = top == -infinity() ? 0.f : top;
-    const float total = sum[0] * exp2_approx(max[0] - reference) + sum[1] * exp2_approx(max[1] - reference);
-    factor[j] = total == 0.f ? 0.f : exp2_approx(state.max[j] - reference) / total;
-    const int r = late(accumulator_column(j));
-    if (warp_id() != 0 || lane_id() >= 4 || !tile.holds(r)) continue;
+    for (int warp = 0; warp < 4; ++warp) sum[g] += load_shared_f32(column + 4 * warp * kRows);
+  }
+  const float top = fmaxf(max[0], max[1]);
+  const float reference = top == -infinity() ? 0.f : top;
+  const float weight[2] = {exp2_approx(max[0] - reference), exp2_approx(max[1] - reference)};
+  const float total = sum[0] * weight[0] + sum[1] * weight[1];
+  const float of_row = total == 0.f ? 0.f : (group == 0 ? weight[0] : weight[1]) / total;
+  if (static_cast<int>(threadIdx.x) < kRows && tile.holds(r)) {
     const float lse = top + log2_approx(total);
     if (slot < 0) {
       store_global(o.lse_at(tile, request, r), total == 0.f ? infinity() : lse * kLn2);
@@ -251,6 +259,8 @@ MLAFORGE_DEVICE void join_statistics(smem_t base, int buffer, int group, const R
       store_global(o.partial_lse + tile.partial_row(slot, r), total == 0.f ? -infinity() : lse);
     }
   }
+#pragma unroll
+  for (int j = 0; j < kRows / 4; ++j) factor[j] = __shfl_sync(0xffffffffu, of_row, accumulator_column(j));
 }
 
 // Half of O, from subtile First on, to the room of Q or added from there: what a thread holds its twin of the other
@@ -291,13 +301,6 @@ MLAFORGE_DEVICE void join_values(smem_t base, int group, float (&acc)[kSubtilesV
   }
   named_barrier_sync(kPairBarrier, 256);
   if (group == 1) receive_half<kHalfV>(words, acc);
-}
-
-template <int First>
-MLAFORGE_DEVICE void store_half(smem_t scratch, const RowTile<Config>& tile, const Output& o, int request, int slot,
-                                const float (&acc)[kSubtilesV][kRows / 2]) {
-#pragma unroll
-  for (int c = First; c < First + kHalfV; ++c) store_out_columns(o, tile, request, slot, 64 * c, acc[c], scratch);
 }
 
 // ---- Consumers ---------------------------------------------------------------------------------------------------
@@ -397,9 +400,9 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
       mbarrier_arrive(q_empty(base, 0));
     }
     if (group == 0) {
-      store_half<0>(p_at(base, 0), tile, o, item.request, item.slot, acc);
+      store_out_columns<Config, 0, kHalfV>(o, tile, item.request, item.slot, acc, p_at(base, 0));
     } else {
-      store_half<kHalfV>(p_at(base, 1), tile, o, item.request, item.slot, acc);
+      store_out_columns<Config, kHalfV, kHalfV>(o, tile, item.request, item.slot, acc, p_at(base, 1));
     }
   }
 }
@@ -435,7 +438,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const RowTile<Config> tile = row_tile<Config>(s_q, heads_per_kv, heads_per_kv_multiplier, heads_per_kv_shift,
                                                 row_tiles, causal);
 
-  if (threadIdx.x == 0) {
+  // The last warp: the first is the first to wait for requests' lengths.
+  if (threadIdx.x == kThreads - 32) {
     tma_prefetch(q_map);
     tma_prefetch(kv_map);
     for (int i = 0; i < 26; ++i) mbarrier_init(full(base, i), 1);

@@ -486,7 +486,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const RowTile<Config> tile = row_tile<Config>(s_q, heads_per_kv, heads_per_kv_multiplier, heads_per_kv_shift,
                                                 row_tiles, causal);
 
-  if (threadIdx.x == 0) {
+  // The last warp: the first is the first to wait for requests' lengths.
+  if (threadIdx.x == kThreads - 32) {
     tma_prefetch(q_map);
     tma_prefetch(kv_map);
     for (int i = 0; i < 3; ++i) mbarrier_init(full(base, i), 1);

@@ -85,14 +85,22 @@ struct Merge {
     }
   }
 
-  // What each partial row counts, and the rows' log-sum-exp.
-  MLAFORGE_DEVICE void weigh() const {
+  // Partial rows of the share, and the log-sum-exp of one of them.
+  MLAFORGE_DEVICE int partial_rows() const { return ((end - 1) / kUnitsPerRow - first_row() + 1) * split.splits; }
+  MLAFORGE_DEVICE float partial_lse(int i) const {
+    const int r = quotient(i, split.splits);
+    return load_global(o.partial_lse + partial_row(i - r * split.splits, first_row() + r));
+  }
+
+  // What each partial row counts, and the rows' log-sum-exp. The thread has asked for its first partial row's before.
+  MLAFORGE_DEVICE void weigh(float lse_of_first) const {
     const int last_row = (end - 1) / kUnitsPerRow;
-    const int count = (last_row - first_row() + 1) * split.splits;
+    const int count = partial_rows();
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < count; i += kMergeThreads) {
-      const int r = quotient(i, split.splits);
-      store_shared_f32(weights + 4 * i, load_global(o.partial_lse + partial_row(i - r * split.splits, first_row() + r)));
+    for (int i = static_cast<int>(threadIdx.x); i < count;) {
+      store_shared_f32(weights + 4 * i, lse_of_first);
+      i += kMergeThreads;
+      if (i < count) lse_of_first = partial_lse(i);
     }
     named_barrier_sync(Barrier, kMergeThreads);
     // A warp has a row.
@@ -171,13 +179,16 @@ struct Merge {
 
   // `bytes` of room are behind `weights`; `landed` is an mbarrier of one arrival, `phase` that which it is in.
   MLAFORGE_DEVICE void run(int bytes, smem_t landed, int& phase) const {
+    if (begin == end) return;
     const int at_once = quotient((bytes - kWeightBytes<C>) / kUnitBytes, split.splits);
+    const int thread = static_cast<int>(threadIdx.x);
+    const float lse_of_first = thread < partial_rows() ? partial_lse(thread) : 0.f;
 #pragma unroll 1
     for (int first = begin; first < end; first += at_once) {
       const int count = end - first < at_once ? end - first : at_once;
       if (first > begin) named_barrier_sync(Barrier, kMergeThreads);  // the units before have been added up
       load(first, count, landed);
-      if (first == begin) weigh();  // while they are on their way
+      if (first == begin) weigh(lse_of_first);  // while they are on their way
       mbarrier_wait(landed, phase);
       phase ^= 1;
       sum(first, count);

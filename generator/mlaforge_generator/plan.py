@@ -219,7 +219,7 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
         problem = f"no {schedule} kernel reads a cache of {spec.cache.dtype}; got {schedule}; use {names}"
         raise SpecError([spec.problem("kernels.decode.schedule", problem)])
     if schedule == "auto":
-        schedule, why = _schedule(spec, tokens, target)
+        schedule, why = _schedule(spec)
         choices.append(Choice("kernels.decode.schedule", schedule, why))
     allowed = tile_rows(spec, schedule)
     rows = _tile_rows(spec, schedule) if options.tile_rows == "auto" else options.tile_rows
@@ -841,8 +841,8 @@ def tile_rows(spec: Spec, schedule: str) -> tuple[int, ...]:
     return TILE_ROWS[schedule]
 
 
-_MIN_STAGES = {"plain": 1, "skewed": 2, "swapped": 1}
-"""With one stage the skewed schedule would wait for a tile that waits for the strip of the one before."""
+_MIN_STAGES = {"plain": 2, "skewed": 2, "swapped": 1}
+"""With one stage the scores of a tile would wait for room that only the products with the tile before give back."""
 
 
 def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *, at_most: bool = False) -> int | None:
@@ -860,20 +860,13 @@ def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *
     return None
 
 
-def _schedule(spec: Spec, tokens: int, target: Target) -> tuple[str, str]:
-    """Choose a schedule and say why. If none can serve the spec, choose the one whose error helps most."""
+def _schedule(spec: Spec) -> tuple[str, str]:
+    """Choose a schedule and say why."""
     if spec.layout is not None:
         return "swapped", "the one that reads quantised rows: what takes codes to registers multiplies them from there"
     if spec.kernels.decode.tile_rows in TILE_ROWS["swapped"]:
         return "swapped", "the one with tiles of so few rows"
-    (rows,) = TILE_ROWS["skewed"]
-    least, asked = _MIN_STAGES["skewed"], spec.kernels.decode.stages
-    fewer_would_do = (
-        asked != "auto" and asked >= least and _skewed(spec, rows, tokens, least).fits(target.smem_per_block)
-    )
-    if fewer_would_do or _stages(spec, "skewed", rows, tokens, target) is not None:
-        return "skewed", "the fastest there is"
-    return "plain", f"skewed needs {least} stages of shared memory"
+    return "skewed", "the fastest there is"
 
 
 def _no_stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target) -> Problem:
@@ -881,7 +874,7 @@ def _no_stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target
     asked = spec.kernels.decode.stages
     if asked != "auto" and asked < least:
         return spec.problem(
-            "kernels.decode.stages", f"the {schedule} schedule needs {least} stages; got {asked}; use {least} or plain"
+            "kernels.decode.stages", f"the {schedule} schedule needs {least} stages; got {asked}; use {least}"
         )
     stages = least if asked == "auto" else asked
     total = _arrange(spec, schedule, rows, tokens, stages).total

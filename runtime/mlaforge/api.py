@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mlaforge.cache import default_directory
+from mlaforge.cache import default_directory, is_trusted
 from mlaforge.calls import kernel_key
 from mlaforge.chunked import ChunkedPrefill, ContextLimits, ContextRounds, context_rounds
 from mlaforge.chunked import loaded as loaded_chunked
@@ -49,6 +50,19 @@ class MLA:
             loaded_prefill.add(self._prefill)
             self._chunked = ChunkedPrefill(self._prefill, self._memory, backend)
             loaded_chunked.add(self._chunked)
+
+    def compile(self) -> None:
+        """Compile all kernels now, in this process, instead of each when it is first called.
+
+        Raises:
+            CompileError: a kernel does not compile.
+            ToolchainError: the compiler or its headers are missing.
+        """
+        if self._runner is not None:
+            self._runner.compile()
+        self._memory.compile()
+        if self._prefill is not None:
+            self._prefill.compile()
 
     def decode(
         self,
@@ -489,30 +503,42 @@ def materialise(name: str, files: Mapping[str, str]) -> Path:
     for file in sorted(files):
         digest.update(f"{file}\0{len(files[file])}\0{files[file]}".encode())
     cache = default_directory()
-    folder = cache / "generated" / f"{name}-{digest.hexdigest()[:16]}" if cache else None
-    if folder is not None and all(_holds(folder / file, text) for file, text in files.items()):
-        return folder
-    # Written aside and renamed: another process never sees half a folder.
+    if cache is not None:
+        folder = cache / "generated" / f"{name}-{digest.hexdigest()[:16]}"
+        # What is in it is compiled and run: nobody else may change it between now and then.
+        if all(is_trusted(each) for each in (cache, folder.parent, folder)):
+            if all(_holds(folder / file, text) for file, text in files.items()):
+                return folder
+            # A directory that is read-only, or full, is no reason not to go on.
+            with contextlib.suppress(OSError):
+                return _publish(folder, files)
+    folder = Path(tempfile.mkdtemp(prefix=f"mlaforge-{name}-"))
+    _write(folder, files)
+    return folder
+
+
+def _publish(folder: Path, files: Mapping[str, str]) -> Path:
+    """Write a folder aside and rename it: another process never sees half of it."""
+    # One by one, for the mode is only that of the last: a cache that others can write to is none.
+    for each in (folder.parent.parent, folder.parent):
+        each.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
     try:
-        if folder is None:
-            raise OSError("no cache directory")
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
-    except OSError:
-        aside = Path(tempfile.mkdtemp(prefix=f"mlaforge-{name}-"))
-        folder = None
-    for file, text in files.items():
-        (aside / file).write_text(text, encoding="utf-8")
-    if folder is None:
-        return aside
-    try:
-        aside.rename(folder)
-    except OSError:
-        # Somebody was faster, or the folder was damaged: its files are what they must be, or are made so.
-        for file in files:
-            os.replace(aside / file, folder / file)
+        _write(aside, files)
+        try:
+            aside.rename(folder)
+        except OSError:
+            # Somebody was faster, or the folder was damaged: its files are what they must be, or are made so.
+            for file in files:
+                os.replace(aside / file, folder / file)
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    for file, text in files.items():
+        (folder / file).write_text(text, encoding="utf-8")
 
 
 def _holds(path: Path, text: str) -> bool:

@@ -4,9 +4,14 @@ A key is a digest of everything that decides a cubin and of nothing else: no pat
 virtual environments and two machines share keys. An entry is one file, published whole by a rename and verified by its
 own digest when it is read; a damaged one counts as absent and is written anew. The cache never decides whether a kernel
 can be compiled: where it cannot be used, the kernel is compiled without it and one warning says why.
+
+What is in the cache is run, so nothing is taken from where somebody else could have put it: not from a directory or a
+file that others may write or that belongs to another user than this one or root, and not through a link in place of an
+entry. Who may write to the directory above can put another in its place, which is then theirs, and refused.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -29,6 +34,7 @@ _FILE = re.compile(r"([0-9a-f]{64})\.cubin")
 _LEFTOVER = re.compile(r"\..*\.tmp|[0-9a-f]{64}\.lock")
 _LEFTOVER_SECONDS = 3600.0
 """No compile takes as long: what is older was left behind by a process that was killed."""
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _POLL_SECONDS = 0.02
 _LOCK_TIMEOUT_SECONDS = 120.0
 
@@ -57,14 +63,19 @@ class Entry:
         """Read a file's bytes back; None if they are not, to the last bit, what was written under this key."""
         start = len(_MAGIC) + _DIGEST_SIZE
         digest, body = data[len(_MAGIC) : start], data[start:]
-        if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != digest:
+        if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != digest or len(body) < _LENGTHS.size:
             return None
         meta_size, cubin_size = _LENGTHS.unpack_from(body)
         meta_end = _LENGTHS.size + meta_size
-        header = json.loads(body[_LENGTHS.size : meta_end])
-        if header["key"] != key:
+        if meta_end + cubin_size != len(body):
             return None
-        return cls(header["meta"], body[meta_end : meta_end + cubin_size])
+        try:
+            header = json.loads(body[_LENGTHS.size : meta_end])
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(header, dict) or header.get("key") != key or not isinstance(header.get("meta"), dict):
+            return None
+        return cls(header["meta"], body[meta_end:])
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class Stored:
     def read(self) -> Entry | None:
         """Read the entry; None if it is damaged, or gone."""
         try:
-            return Entry.from_bytes(self.key, self.path.read_bytes())
+            return Entry.from_bytes(self.key, _read_own(self.path))
         except OSError:
             return None
 
@@ -100,6 +111,84 @@ def default_directory() -> Path | None:
         return Path(xdg) / "mlaforge"
     home = os.environ.get("HOME", "")
     return Path(home) / ".cache" / "mlaforge" if os.path.isabs(home) else None
+
+
+def why_distrusted(directory: Path, status: os.stat_result) -> tuple[str, str] | None:
+    """Say why nothing may be taken from a directory, and what mends that; None if it is this user's or root's alone."""
+    if status.st_mode & _OTHERS_WRITE:
+        return f"others can write to {directory}", f"chmod go-w {directory}"
+    if status.st_uid not in (os.getuid(), 0):
+        return f"{directory} belongs to user {status.st_uid}", "set MLAFORGE_CACHE_DIR to a directory of yours"
+    return None
+
+
+def require_trusted(directory: Path) -> None:
+    """Refuse a directory of which nothing may be run; one that is not there, or can't be read, is none.
+
+    Raises:
+        DistrustedError: somebody else can write to it.
+    """
+    try:
+        with _opened(directory):
+            pass
+    except DistrustedError:
+        raise
+    except OSError:
+        pass
+
+
+def is_trusted(directory: Path) -> bool:
+    """Tell the same, and warn once."""
+    try:
+        require_trusted(directory)
+    except DistrustedError as error:
+        _warn_once(error.reason, error.fix)
+        return False
+    return True
+
+
+class DistrustedError(OSError):
+    """A directory that somebody else can write to."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        """Tell why it is not trusted, and what mends that."""
+        super().__init__(f"{reason}; {fix}")
+        self.reason = reason
+        self.fix = fix
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    """Give a descriptor of a directory, for what is asked of a path may be true of another directory a moment later.
+
+    Raises:
+        DistrustedError: somebody else can write to it.
+        OSError: it can't be opened.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if distrust := why_distrusted(directory, os.fstat(descriptor)):
+            raise DistrustedError(*distrust)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read_own(path: Path) -> bytes:
+    """Read a file of a directory whose files are run.
+
+    Raises:
+        DistrustedError: somebody else can write to the directory.
+        OSError: it can't be read, is no plain file, or somebody else can write to it.
+    """
+    with _opened(path.parent) as folder:
+        # A pipe would be waited for without O_NONBLOCK.
+        descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or why_distrusted(path, status):
+            raise OSError(errno.EPERM, "no plain file of this user alone", str(path))
+        return file.read()
 
 
 class KernelCache:
@@ -127,7 +216,10 @@ class KernelCache:
         if path is None:
             return None
         try:
-            data = path.read_bytes()
+            data = _read_own(path)
+        except DistrustedError as error:
+            _warn_once(error.reason, error.fix)
+            return None
         except OSError:
             return None
         return Entry.from_bytes(key, data)
@@ -140,6 +232,8 @@ class KernelCache:
         temporary: str | None = None
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not is_trusted(path.parent):
+                return False
             # mkstemp in the same directory: a rename is atomic only within one file system.
             descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
             with open(descriptor, "wb") as file:
@@ -242,6 +336,8 @@ class KernelCache:
         deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not is_trusted(path.parent):
+                return None
             while (descriptor := _try_lock(path)) is None and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             return descriptor
@@ -252,7 +348,7 @@ class KernelCache:
 
 def _try_lock(path: Path) -> int | None:
     """Take the lock that a file stands for, making the file if need be. Returns None if somebody else has it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     locked = False
     try:
         # The operating system frees a flock when its holder dies, however it dies: no lock can go stale.
@@ -275,10 +371,7 @@ def _same_file(descriptor: int, path: Path) -> bool:
     return os.path.samestat(os.fstat(descriptor), on_disk)
 
 
-def _warn_once(reason: str) -> None:
+def _warn_once(reason: str, fix: str = "set MLAFORGE_CACHE_DIR to a writable directory") -> None:
     if reason not in _warned:
         _warned.add(reason)
-        message = (
-            f"kernels are compiled without the disk cache: {reason}; set MLAFORGE_CACHE_DIR to a writable directory"
-        )
-        warnings.warn(message, CacheWarning, stacklevel=3)
+        warnings.warn(f"kernels are compiled without the disk cache: {reason}; {fix}", CacheWarning, stacklevel=3)

@@ -15,12 +15,12 @@ import subprocess
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlaforge.cache import Entry, KernelCache
+from mlaforge.cache import CacheWarning, Entry, KernelCache
 from mlaforge.toolchain import Toolchain, ToolchainError, find_nvdisasm, find_toolchain
 
 _KEY_FORMAT = 1
@@ -190,6 +190,7 @@ def compile_many(
     arch: str = "sm_90a",
     options: CompileOptions | None = None,
     cache: KernelCache | None = None,
+    advance: Callable[[], None] = lambda: None,
 ) -> list[CompiledKernel]:
     """Compile several .cu files at once and return them in the order given.
 
@@ -203,6 +204,7 @@ def compile_many(
         arch: as for `compile_kernel`.
         options: as for `compile_kernel`.
         cache: as for `compile_kernel`.
+        advance: called once for each file, when it is done; from any thread.
 
     Raises:
         CompileError: of the first file, in the order given, that does not compile. The others are compiled and cached
@@ -215,17 +217,25 @@ def compile_many(
     jobs = {source: _Job.of(source, arch, options) for source in sources}
     done = {source: hit for source, job in jobs.items() if (hit := job.load(cache)) is not None}
     misses = [source for source in jobs if source not in done]
+    for _ in done:
+        advance()
     if len(misses) == 1:
         done[misses[0]] = jobs[misses[0]].run(cache)
+        advance()
     elif misses:
-        done |= _compile_in_processes(misses, workers, arch, options, cache)
+        done |= _compile_in_processes(misses, workers, arch, options, cache, advance)
     for kernel in done.values():
         _surface(kernel)
     return [done[source] for source in sources]
 
 
 def _compile_in_processes(
-    sources: Sequence[Path], workers: int | None, arch: str, options: CompileOptions, cache: KernelCache
+    sources: Sequence[Path],
+    workers: int | None,
+    arch: str,
+    options: CompileOptions,
+    cache: KernelCache,
+    advance: Callable[[], None],
 ) -> dict[Path, CompiledKernel]:
     import concurrent.futures
     import multiprocessing
@@ -239,6 +249,7 @@ def _compile_in_processes(
         with concurrent.futures.ProcessPoolExecutor(count, context) as pool:
             for source in sources[start : start + batch]:
                 futures[source] = pool.submit(_compile, source, arch, options, cache)
+                futures[source].add_done_callback(lambda _: advance())
     return {source: future.result() for source, future in futures.items()}
 
 
@@ -332,7 +343,11 @@ class _Job:
             building = time.perf_counter() - begun
             return entry
 
-        entry, hit = cache.get(self.key, build)
+        try:
+            entry, hit = cache.get(self.key, build)
+        except _OtherCompilerError as error:
+            warnings.warn(str(error), CacheWarning, stacklevel=2)
+            entry, hit = error.entry, False
         return self._compiled(entry, time.perf_counter() - start - building, hit=hit)
 
     def _build(self) -> Entry:
@@ -364,7 +379,11 @@ class _Job:
             raise CompileError(self.source, f"{self.source.name}: error: changed while it was being compiled")
         seconds = {"import": imported - start, "nvrtc": compiled - imported, **phases}
         reports = [dataclasses.asdict(kernel) for kernel in kernels]
-        return Entry({"kernels": reports, "log": text, "seconds": seconds}, cubin)
+        entry = Entry({"kernels": reports, "log": text, "seconds": seconds}, cubin)
+        named, loaded = self.toolchain.versions["nvrtc"], _loaded_nvrtc()
+        if named.removeprefix("toolkit-").split(".")[:2] != loaded.split("."):
+            raise _OtherCompilerError(entry, named, loaded)
+        return entry
 
     def _compiled(self, entry: Entry, cache_seconds: float, *, hit: bool) -> CompiledKernel:
         reports = [
@@ -381,6 +400,24 @@ class _Job:
             seconds={**self.seconds, "cache": cache_seconds, **entry.meta["seconds"]},
             cache_hit=hit,
         )
+
+
+class _OtherCompilerError(Exception):
+    """The NVRTC that compiled is not the one that the key names: the entry is of use here, and to nobody else."""
+
+    def __init__(self, entry: Entry, named: str, loaded: str) -> None:
+        super().__init__(
+            f"a kernel is compiled without the disk cache: NVRTC {named} is installed, but {loaded} is loaded; look "
+            "for another libnvrtc in LD_LIBRARY_PATH, or in a package that was imported before"
+        )
+        self.entry = entry
+
+
+def _loaded_nvrtc() -> str:
+    from cuda.bindings import nvrtc
+
+    _status, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
 
 
 def _compile(source: Path, arch: str, options: CompileOptions, cache: KernelCache) -> CompiledKernel:

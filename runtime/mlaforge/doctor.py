@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mlaforge.cache import KernelCache, default_directory
+from mlaforge.cache import KernelCache, default_directory, why_distrusted
 from mlaforge.toolchain import ToolchainError, find_nvdisasm, find_parts, requirement_of
 
 State = Literal["ok", "warning", "missing"]
@@ -253,11 +253,9 @@ def _check_cache() -> Check:
     free = shutil.disk_usage(directory).free
     facts |= {"entries": len(stored), "bytes": size, "free_bytes": free}
     found = f"{directory}, mode {mode:04o}, {len(stored)} entries, {size / _MIB:.1f} MiB"
-    # Who can write there can have this user run a kernel, or a simulator's library, of theirs.
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return Check(name, "warning", f"{found}: others can write to it", f"chmod go-w {directory}", facts)
-    if status.st_uid not in (os.getuid(), 0):
-        return Check(name, "warning", f"{found}: it belongs to user {status.st_uid}", fix, facts)
+    if distrust := why_distrusted(directory, status):
+        reason, mend = distrust
+        return Check(name, "warning", f"{found}: not used, for {reason}", mend, facts)
     if free < 100 * _MIB:
         return Check(name, "warning", f"{found}; {free / _MIB:.0f} MiB are free there", "mlaforge cache clear", facts)
     return Check(name, "ok", found, facts=facts)

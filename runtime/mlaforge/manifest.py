@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 FORMAT = 5
 """The manifest format that this runtime reads."""
+
+
+_MAX_BYTES = 1 << 20
+"""Longest manifest that is read; a shipped one has some thousand bytes."""
+
+# A manifest may come from anywhere, and these go on: to the file system, to compilers, and into the simulator's text.
+_SOURCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.cu")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_TARGET = re.compile(r"sm_[0-9]{2,3}[af]?")
+_CTYPE = re.compile(r"[A-Za-z_][A-Za-z0-9_ ]{0,99}\*?")
 
 
 class ManifestError(ValueError):
@@ -159,25 +173,41 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / "manifest.json"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(_read(path), parse_constant=_no_number)
     except FileNotFoundError:
         raise ManifestError(f"{folder} holds no manifest.json; is it a folder made by `mlaforge generate`?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"{path} can't be read: {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else None
         raise ManifestError(f"{path} has format {found!r}, this version reads {FORMAT}; generate the folder again")
     try:
         return _parse(folder, data)
-    except (KeyError, TypeError, AttributeError) as error:
+    except ManifestError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ManifestError(f"{path} is damaged: {error!r}; generate the folder again") from None
+
+
+def _read(path: Path) -> bytes:
+    """Read a plain file of bounded size, and wait for no pipe."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("no plain file")
+    if status.st_size > _MAX_BYTES:
+        raise ValueError(f"larger than {_MAX_BYTES:,} bytes")
+    return path.read_bytes()
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON")
 
 
 def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
     return Manifest(
         folder=folder,
-        name=str(data["name"]),
-        target=str(data["target"]),
+        name=_text(_NAME, data["name"]),
+        target=_text(_TARGET, data["target"]),
         model=dict(data["model"]),
         tensor_parallel=int(data["tensor_parallel"]),
         element=str(data["element"]),
@@ -189,7 +219,7 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
             bool(data["cache"]["tensor_scale"]),
         ),
         prefill_absorption_threshold=int(data["dispatch"]["prefill_absorption_threshold"]),
-        softmax_scale=float(data["softmax_scale"]),
+        softmax_scale=_finite(data["softmax_scale"]),
         d_qk=int(data["d_qk"]),
         d_v=int(data["d_v"]),
         decodes=tuple(_decode(folder, item) for item in (*data["narrow_decodes"], data["decode"]) if item is not None),
@@ -200,7 +230,7 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
 def _decode(folder: Path, item: Mapping[str, Any]) -> DecodeKernel:
     return DecodeKernel(
         source=_source(folder, item["file"]),
-        entry=str(item["entry"]),
+        entry=_text(_IDENTIFIER, item["entry"]),
         threads=int(item["threads"]),
         smem_bytes=int(item["smem_bytes"]),
         tile_rows=int(item["tile_rows"]),
@@ -221,7 +251,7 @@ def _decode(folder: Path, item: Mapping[str, Any]) -> DecodeKernel:
 def _kernel(folder: Path, item: Mapping[str, Any]) -> Kernel:
     return Kernel(
         source=_source(folder, item["file"]),
-        entry=str(item["entry"]),
+        entry=_text(_IDENTIFIER, item["entry"]),
         threads=int(item["threads"]),
         smem_bytes=int(item["smem_bytes"]),
         boxes={str(name): tuple(map(int, box)) for name, box in item["boxes"].items()},
@@ -231,11 +261,26 @@ def _kernel(folder: Path, item: Mapping[str, Any]) -> Kernel:
 
 
 def _source(folder: Path, name: str) -> Path:
-    # A manifest may come from anywhere: it names files of its own folder and no other.
-    if Path(name).name != name:
-        raise ManifestError(f"{folder / 'manifest.json'} names {name!r}, which is not a file of its folder")
-    return folder / name
+    """Give a file that the manifest names, which is one of its own folder and no other."""
+    manifest, source = folder / "manifest.json", folder / _text(_SOURCE, name)
+    # Package managers make links of whole folders, file by file: what lies beside the manifest in truth is its own.
+    if source.is_symlink() and source.resolve().parent not in (folder.resolve(), manifest.resolve().parent):
+        raise ManifestError(f"{manifest} names {name!r}, a link that leads out of its folder")
+    return source
+
+
+def _text(form: re.Pattern[str], value: object) -> str:
+    if not isinstance(value, str) or not form.fullmatch(value):
+        raise ValueError(f"{value!r:.100} must be of the form {form.pattern}")
+    return value
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r:.100} is not finite")
+    return number
 
 
 def _parameters(items: list[Mapping[str, str]]) -> tuple[Parameter, ...]:
-    return tuple(Parameter(str(item["name"]), str(item["ctype"])) for item in items)
+    return tuple(Parameter(_text(_IDENTIFIER, item["name"]), _text(_CTYPE, item["ctype"])) for item in items)

@@ -128,6 +128,11 @@ class MemoryKernels:
         self._rank = int(manifest.model["kv_lora_rank"])
         self._rope = int(manifest.model["qk_rope_head_dim"])
 
+    def compile(self) -> None:
+        """Compile the kernels now; CompileError if one does not."""
+        for name in ("gather", "append", "merge"):
+            self._kernels.get(self.manifest.kernels[name])
+
     # -- gather
 
     def check_gather(

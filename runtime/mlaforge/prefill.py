@@ -77,6 +77,10 @@ class PrefillRunner:
         self._calls: CallCache[_Call] = CallCache()
         self._kernels = LazyKernels(manifest, backend)
 
+    def compile(self) -> None:
+        """Compile the kernel now; CompileError if it does not."""
+        self._kernels.get(self.kernel)
+
     def check(self, tensors: PrefillTensors) -> _Shape:
         """Check all but the addresses; ValueError names the tensor, what it is and what it must be."""
         q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse = tensors

@@ -167,9 +167,8 @@ def _short(kind: str) -> str:
     return re.split("[,:]", KINDS[kind].legend)[0]
 
 
-def default_problem(manifest: Manifest) -> Problem:
-    """Give a small problem of two requests that uses every tile of the ring at least twice."""
-    h_q = 16
+def default_problem(manifest: Manifest, h_q: int = 16) -> Problem:
+    """Give a small problem of two requests that uses every tile of the ring of the kernel for `h_q` heads twice."""
     kernel = manifest.decode_for(h_q)
     tokens = kernel.tile_tokens
     return Problem(lengths=(2 * kernel.stages * tokens - tokens // 4, tokens + 6), h_q=h_q)

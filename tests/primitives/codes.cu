@@ -8,7 +8,8 @@ MLAFORGE_DEVICE void store_words(int32_t* to, const uint32_t* words, int count) 
   for (int i = 0; i < count; ++i) store_global(to + i, static_cast<int32_t>(words[i]));
 }
 
-extern "C" __global__ void __launch_bounds__(128) encode(const float* in, int32_t* e4m3, int32_t* e2m1, float* maxima, int eights) {
+extern "C" __global__ void __launch_bounds__(128)
+    encode(const float* in, int32_t* e4m3, int32_t* e2m1, float* maxima, int eights) {
   for (int i = static_cast<int>(threadIdx.x); i < eights; i += 128) {
     float x[8];
     for (int e = 0; e < 8; ++e) x[e] = bits_float(float_bits(load_global(in + 8 * i + e)));
@@ -37,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(128) decode(const unsigned char* in
 }
 
 // Each eight numbers by a scale of their own.
-extern "C" __global__ void __launch_bounds__(128) quotients(const float* in, const float* scales, int32_t* e4m3, int32_t* e2m1, int eights) {
+extern "C" __global__ void __launch_bounds__(128)
+    quotients(const float* in, const float* scales, int32_t* e4m3, int32_t* e2m1, int eights) {
   for (int i = static_cast<int>(threadIdx.x); i < eights; i += 128) {
     float x[8];
     for (int e = 0; e < 8; ++e) x[e] = load_global(in + 8 * i + e);
@@ -52,7 +54,8 @@ extern "C" __global__ void __launch_bounds__(128) quotients(const float* in, con
 }
 
 // Scales of groups whose largest magnitude is given, and what the codes of e2m1's stand for.
-extern "C" __global__ void __launch_bounds__(128) scales(const float* amax, const float* tensor, float* of_groups, int32_t* codes, float* of_blocks, int count) {
+extern "C" __global__ void __launch_bounds__(128)
+    scales(const float* amax, const float* tensor, float* of_groups, int32_t* codes, float* of_blocks, int count) {
   for (int i = static_cast<int>(threadIdx.x); i < count; i += 128) {
     store_global(of_groups + i, group_scale(load_global(amax + i)));
     const uint32_t code = block_scale(load_global(amax + i), load_global(tensor + i));

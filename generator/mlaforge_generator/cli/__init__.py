@@ -4,7 +4,7 @@ A module holds a family of commands; `group` has what they belong to. What a com
 `plan`, `generate` and `schema` run without torch and CUDA. Results go to stdout, progress and errors to stderr.
 """
 
-from . import bench, cache, compile, doctor, exchange, generate, make, trace, tune, verify
+from . import bench, cache, compile, doctor, exchange, generate, make, probe, report, trace, tune, verify
 from .group import cli, main
 
 __all__ = [
@@ -17,6 +17,8 @@ __all__ = [
     "generate",
     "main",
     "make",
+    "probe",
+    "report",
     "trace",
     "tune",
     "verify",

@@ -104,7 +104,7 @@ def clear(older_than: float | None, yes: bool, as_json: bool) -> None:
 
     Only files that the cache wrote are removed. Whoever uses the cache meanwhile compiles anew what is missing.
     """
-    kept = _open()
+    kept = _open(to_read=False)
     before = None if older_than is None else time.time() - older_than
     chosen = [each for each in _stored(kept) if before is None or each.written < before]
     if chosen and not yes:
@@ -119,12 +119,17 @@ def clear(older_than: float | None, yes: bool, as_json: bool) -> None:
         click.echo(f"{kept.directory}: {_sum(removed)} removed")
 
 
-def _open() -> KernelCache:
-    from mlaforge.cache import KernelCache, default_directory
+def _open(*, to_read: bool = True) -> KernelCache:
+    from mlaforge.cache import DistrustedError, KernelCache, default_directory, require_trusted
 
     directory = default_directory()
     if directory is None:
         raise UsageFailure("none of MLAFORGE_CACHE_DIR, XDG_CACHE_HOME and HOME names a directory")
+    if to_read:
+        try:
+            require_trusted(directory)
+        except DistrustedError as error:
+            raise UsageFailure(f"{error.reason}, so it is not used; {error.fix}") from None
     return KernelCache(directory)
 
 

@@ -14,7 +14,7 @@ import click
 from ..target import TARGETS
 from .group import ToolchainFailure, UsageFailure, cli
 from .inputs import complete_spec, make_folders
-from .output import print_json, print_parts, status
+from .output import print_json, print_parts, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,7 +34,7 @@ def compile_(specs: tuple[str, ...], as_json: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
         compiled = compile_folders(make_folders(specs, Path(scratch)))
     if as_json:
-        print_json([_compile_json(manifest, kernel) for manifest, kernel in compiled])
+        print_json([compile_json(manifest, kernel) for manifest, kernel in compiled])
     else:
         print_parts(compile_tables(compiled))
 
@@ -51,10 +51,10 @@ def compile_folders(folders: Sequence[Path]) -> list[tuple[Manifest, CompiledKer
         raise UsageFailure(str(error)) from None
     sources = [(manifest, source) for manifest in manifests for source in manifest.sources]
     try:
-        with status(f"compiling {len(sources)} kernels"), warnings.catch_warnings():
+        with progress("compiling", len(sources)) as advance, warnings.catch_warnings():
             # The report says it.
             warnings.simplefilter("ignore", KernelWarning)
-            kernels = compile_many([source for _, source in sources])
+            kernels = compile_many([source for _, source in sources], advance=advance)
             return [(manifest, kernel.with_sass()) for (manifest, _), kernel in zip(sources, kernels, strict=True)]
     except (CompileError, ToolchainError) as error:
         raise ToolchainFailure(str(error)) from None
@@ -62,7 +62,8 @@ def compile_folders(folders: Sequence[Path]) -> list[tuple[Manifest, CompiledKer
         raise UsageFailure(f"{error.filename}: can't be read: {error.strerror}") from None
 
 
-def _compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
+def compile_json(manifest: Manifest, kernel: CompiledKernel) -> dict[str, Any]:
+    """Give the report on a file of kernels as plain data."""
     return {
         "spec": manifest.name,
         "file": kernel.source.name,

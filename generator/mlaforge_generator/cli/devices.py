@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from .group import ToolchainFailure
+from .output import status
 
 
 def require_torch() -> None:
-    """Fail if torch can't be imported."""
+    """Fail if torch can't be imported, which takes seconds."""
+    if sys.modules.get("torch"):
+        return
     try:
-        import torch  # noqa: F401
+        with status("importing torch"):
+            import torch  # noqa: F401
     except ImportError as error:
         raise ToolchainFailure(f"torch can't be imported: {error}") from None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .group import DeviceFailure, ToolchainFailure, cli
-from .output import make_console, print_json
+from .output import make_console, print_json, status
 
 if TYPE_CHECKING:
     from mlaforge.doctor import Diagnosis
@@ -27,7 +27,8 @@ def doctor(as_json: bool) -> None:
     """
     from mlaforge.doctor import diagnose
 
-    diagnosis = diagnose()
+    with status("looking, and compiling a kernel"):
+        diagnosis = diagnose()
     if as_json:
         print_json(
             {

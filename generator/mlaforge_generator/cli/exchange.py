@@ -16,7 +16,7 @@ from ..exchange.plugin_json import write_plugin
 from ..plan import Plan, make_plan
 from .group import COUNT, UsageFailure, cli
 from .inputs import complete_spec, make_plans
-from .output import replace_text, writing
+from .output import print_json, replace_text, writing
 
 
 @cli.command(name="import")
@@ -37,8 +37,14 @@ from .output import replace_text, writing
     metavar="FIELD=VALUE",
     help="A dotted field of the spec, such as model.v_head_dim=128, in place of what FILE says; may be repeated.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print the spec, and what is not in it, as JSON.")
 def import_(
-    file: Path, output: Path | None, name: str | None, tensor_parallel: int | None, settings: tuple[str, ...]
+    file: Path,
+    output: Path | None,
+    name: str | None,
+    tensor_parallel: int | None,
+    settings: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Make a spec from a model's config.json, a plugin's JSON or a C header.
 
@@ -49,22 +55,37 @@ def import_(
         imported = import_file(file, _settings(settings, name, tensor_parallel))
     except ForeignFileError as error:
         raise UsageFailure(str(error)) from None
-    for note in imported.notes:
-        click.echo(f"not in the spec: {note}", err=True)
-    if imported.others:
-        click.echo(f"no part of a spec: {', '.join(imported.others)}", err=True)
+    problems: list[str] = []
     try:
         make_plan(imported.spec)
     except SpecError as error:
-        for problem in error.problems:
-            click.echo(f"no kernels can be planned of it yet: {problem.field}: {problem.message}", err=True)
-    if output is None:
+        problems = [f"{problem.field}: {problem.message}" for problem in error.problems]
+    if not as_json:
+        for note in imported.notes:
+            click.echo(f"not in the spec: {note}", err=True)
+        if imported.others:
+            click.echo(f"no part of a spec: {', '.join(imported.others)}", err=True)
+        for problem in problems:
+            click.echo(f"no kernels can be planned of it yet: {problem}", err=True)
+    if output is not None:
+        with writing(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(output, imported.text)
+    if as_json:
+        print_json(
+            {
+                "file": None if output is None else str(output),
+                "spec": imported.spec.model_dump(),
+                "text": imported.text,
+                "not_in_the_spec": list(imported.notes),
+                "no_part_of_a_spec": list(imported.others),
+                "not_planned": problems,
+            }
+        )
+    elif output is None:
         click.echo(imported.text, nl=False)
-        return
-    with writing(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(output, imported.text)
-    click.echo(f"{output}: written")
+    else:
+        click.echo(f"{output}: written")
 
 
 def _settings(settings: tuple[str, ...], name: str | None, tensor_parallel: int | None) -> Mapping[str, object]:
@@ -98,7 +119,8 @@ def _settings(settings: tuple[str, ...], name: str | None, tensor_parallel: int 
     required=True,
     help="Where the file or the folder goes.",
 )
-def export(spec: str, kind: str, output: Path) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the paths of the files as JSON.")
+def export(spec: str, kind: str, output: Path, as_json: bool) -> None:
     """Write a spec for programs that are not mlaforge.
 
     As the JSON of a plugin or as a C header, from which `mlaforge import` makes the same spec again; or as a folder
@@ -111,6 +133,9 @@ def export(spec: str, kind: str, output: Path) -> None:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8", newline="")
+    if as_json:
+        print_json({"spec": made.spec.name, "format": kind, "files": [str(output / name) for name in files]})
+        return
     first = next(iter(files))
     where = output / made.spec.name if kind == "cmake" else output / first
     click.echo(f"{where}: {len(files)} files written" if kind == "cmake" else f"{where}: written")

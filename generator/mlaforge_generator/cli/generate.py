@@ -156,20 +156,34 @@ def _energy_table(made: Plan, costs: Sequence[DecodeCost], energies: Sequence[De
     help="Where the folders go, one a spec.",
 )
 @click.option("--check", is_flag=True, help="Write nothing; print what differs and fail if anything does.")
-def generate(specs: tuple[str, ...], output: Path, check: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print what was written, or what differs, as JSON.")
+def generate(specs: tuple[str, ...], output: Path, check: bool, as_json: bool) -> None:
     """Write the text of kernels.
 
     Without a SPEC, that of all shipped ones.
     """
     plans = make_plans(specs or shipped())
     if check:
-        _check_generated(plans, output, complete=not specs)
+        _check_generated(plans, output, complete=not specs, as_json=as_json)
         return
+    done = []
     for made in plans:
-        write_generated(made, output)
+        done.append(write_generated(made, output))
+        if not as_json:
+            click.echo(str(done[-1]))
+    if as_json:
+        print_json([each.to_json() for each in done])
 
 
 @cli.command()
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["json", "markdown"]),
+    default="json",
+    show_default=True,
+    help="A JSON Schema for editors; or markdown, the reference for people that docs/spec.md is.",
+)
 @click.option("--check", is_flag=True, help="Compare with FILE and fail if it differs.")
 @click.option(
     "-o",
@@ -177,40 +191,53 @@ def generate(specs: tuple[str, ...], output: Path, check: bool) -> None:
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write it to FILE, or compare it with FILE.  [default of --check: the one beside the shipped specs]",
+    help="Write it to FILE, or compare it with FILE.  [default of --check: the schema beside the shipped specs]",
 )
-def schema(check: bool, file: Path | None) -> None:
-    """Print the JSON Schema of a spec, for editors."""
+@click.option("--json", "as_json", is_flag=True, help="With --check: print what came of it as JSON.")
+def schema(kind: str, check: bool, file: Path | None, as_json: bool) -> None:
+    """Print the schema of a spec, for editors or for people."""
+    from ..spec_reference import reference_text
+
+    text = schema_text() if kind == "json" else reference_text()
     if check:
+        if file is None and kind != "json":
+            raise click.UsageError("--check of the reference needs -o FILE")
         path = file or spec_dir() / "schema.json"
         found = path.read_bytes() if path.is_file() else None
-        if found != schema_text().encode():
+        in_step = found == text.encode()
+        if as_json:
+            print_json({"file": str(path), "up_to_date": in_step})
+        if not in_step:
             state = "differs from the code's" if found is not None else "is missing"
-            raise Failure(f"{path}: the schema {state}; run: mlaforge schema -o {path}")
-        click.echo(f"{path}: up to date")
+            option = "" if kind == "json" else f" --format {kind}"
+            raise Failure(f"{path}: the schema {state}; run: mlaforge schema{option} -o {path}")
+        if not as_json:
+            click.echo(f"{path}: up to date")
     elif file is None:
-        click.echo(schema_text(), nl=False)
+        click.echo(text, nl=False)
     else:
         with writing(file):
-            file.write_text(schema_text(), encoding="utf-8")
+            file.write_text(text, encoding="utf-8", newline="")
 
 
-def _check_generated(plans: Sequence[Plan], output: Path, complete: bool) -> None:
-    drifted = []
+def _check_generated(plans: Sequence[Plan], output: Path, *, complete: bool, as_json: bool) -> None:
+    drifted: dict[str, str] = {}
     for made in plans:
         folder = output / made.spec.name
         if not folder.is_dir():
-            click.echo(f"{folder}: missing")
-            drifted.append(made.spec.name)
+            drifted[made.spec.name] = f"{folder}: missing\n"
         elif diff := diff_folder(folder, render(made)):
-            click.echo(diff, nl=False)
-            drifted.append(made.spec.name)
+            drifted[made.spec.name] = diff
     if complete:
         known = {made.spec.name for made in plans}
-        left = sorted(path.parent for path in output.glob("*/manifest.json") if path.parent.name not in known)
-        for folder in left:
-            click.echo(f"{folder}: no shipped spec gives it")
-            drifted.append(folder.name)
+        for folder in sorted(path.parent for path in output.glob("*/manifest.json") if path.parent.name not in known):
+            drifted[folder.name] = f"{folder}: no shipped spec gives it\n"
+    if as_json:
+        print_json({"output": str(output), "specs": len(plans), "drifted": drifted})
+    else:
+        for diff in drifted.values():
+            click.echo(diff, nl=False)
     if drifted:
         raise Failure(f"{', '.join(drifted)}: not what the specs give; run: mlaforge generate -o {output}")
-    click.echo(f"{output}: up to date, {len(plans)} specs")
+    if not as_json:
+        click.echo(f"{output}: up to date, {len(plans)} specs")

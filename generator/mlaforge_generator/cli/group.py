@@ -12,7 +12,7 @@ _EXIT_CODES = """
 \b
 Exit codes:
   0  all is well
-  1  a check or a verification failed
+  1  a check or a verification failed, or an endpoint did not answer
   2  a spec or the command line is wrong
   3  a kernel does not compile, or the toolchain is incomplete
   4  there is no Hopper GPU to run on

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -58,14 +60,31 @@ def why_unknown(name: str, path: Path) -> str | None:
     return f"{name}: neither a file nor a shipped spec; shipped are {', '.join(shipped())}"
 
 
-def write_generated(made: Plan, output: Path) -> Path:
-    """Write a plan's kernels into a folder of its name under `output`, and give the folder."""
+@dataclass(frozen=True)
+class Generated:
+    """A folder of kernels that was brought up to date."""
+
+    folder: Path
+    files: int
+    written: tuple[str, ...]
+    """Names of the files that changed."""
+
+    def __str__(self) -> str:
+        done = f"{len(self.written)} of {self.files} files written" if self.written else "up to date"
+        return f"{self.folder}: {done}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Give it as plain data."""
+        return {"folder": str(self.folder), "files": self.files, "written": list(self.written)}
+
+
+def write_generated(made: Plan, output: Path) -> Generated:
+    """Write a plan's kernels into a folder of its name under `output`."""
     folder = output / made.spec.name
     files = render(made)
     with writing(folder):
         changed = write_folder(folder, files)
-    click.echo(f"{folder}: {f'{len(changed)} of {len(files)} files written' if changed else 'up to date'}")
-    return folder
+    return Generated(folder, len(files), tuple(path.name for path in changed))
 
 
 def make_folders(specs: Sequence[str], scratch: Path) -> list[Path]:

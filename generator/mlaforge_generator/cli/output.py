@@ -64,18 +64,19 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def status(what: str) -> Iterator[None]:
-    """Show on a terminal that something takes its time."""
+    """Show on a terminal that something takes its time, and how long it has."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     console = make_console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(what):
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        bar.add_task(what, total=None)
         yield
 
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on a terminal; yields what is called as each step begins."""
+    """Show a bar on a terminal; yields what is called for each step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = make_console(stderr=True)

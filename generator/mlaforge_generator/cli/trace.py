@@ -11,7 +11,7 @@ import click
 from . import devices
 from .group import COUNT, Failure, ToolchainFailure, UsageFailure, cli
 from .inputs import complete_spec, make_folders
-from .output import status, writing
+from .output import print_json, status, writing
 from .verify import parse_decode_problem
 
 
@@ -60,6 +60,7 @@ class _Block(click.ParamType[tuple[int, int, int]]):
 @click.option("--schedule-seed", type=int, default=0, show_default=True, help="The order of everything.")
 @click.option("--block", type=_Block(), default="0,0,0", show_default=True, help="The block to draw.")
 @click.option("--sms", type=COUNT, default=1, show_default=True, help="Multiprocessors that the requests are cut over.")
+@click.option("--json", "as_json", is_flag=True, help="Print the files' names and what is in them as JSON.")
 def trace(
     spec: str,
     file: Path | None,
@@ -69,6 +70,7 @@ def trace(
     schedule_seed: int,
     block: tuple[int, int, int],
     sms: int,
+    as_json: bool,
 ) -> None:
     """Draw the timeline of one block of the decode kernel.
 
@@ -96,6 +98,18 @@ def trace(
     for path, content in pictures:
         with writing(path):
             path.write_text(content, encoding="utf-8")
-        click.echo(f"{path}: {timeline.title}; {timeline.steps:,} steps")
+        if not as_json:
+            click.echo(f"{path}: {timeline.title}; {timeline.steps:,} steps")
+    if as_json:
+        lanes = {"warps": timeline.warps, "buffers": timeline.buffers}
+        print_json(
+            {
+                "files": [str(path) for path, _ in pictures],
+                "title": timeline.title,
+                "steps": timeline.steps,
+                "fault": timeline.fault,
+                **{kind: [{"name": lane.name, "group": lane.group} for lane in of] for kind, of in lanes.items()},
+            }
+        )
     if timeline.fault is not None:
         raise Failure(f"{spec}: {timeline.fault}")

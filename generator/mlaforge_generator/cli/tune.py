@@ -223,30 +223,31 @@ def _tune(source: Source, swept: Sweep, options: TuneOptions, device_name: str, 
 
     device = choose_gpu(device_name)
     with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
+        # Kernels are read when they are first called, so the folders stay until the end.
         candidates = _build(swept, Path(scratch), output.tell)
-    if all(each.mla is None for each in candidates):
-        reasons = dict.fromkeys(f"{each.label}: {each.reason}" for each in candidates)
-        raise ToolchainFailure("\n".join(reasons))
-    gpu, about = open_gpu(device)
-    with writing(output.folder):
-        output.folder.mkdir(parents=True, exist_ok=True)
-    with steps() as (advance, total):
-        tuning = Tuning(
-            source.name,
-            candidates,
-            gpu,
-            options,
-            about=about,
-            started=started,
-            report=output.tell,
-            advance=advance,
-            save=lambda result: replace_text(output.folder / "tune.json", json.dumps(result, indent=1) + "\n"),
-        )
-        total(tuning.steps)
-        # Both leave the reason in the result.
-        with contextlib.suppress(BenchError, KeyboardInterrupt):
-            tuning.run()
-    _show_tune(source, tuning.result, output)
+        if all(each.mla is None for each in candidates):
+            reasons = dict.fromkeys(f"{each.label}: {each.reason}" for each in candidates)
+            raise ToolchainFailure("\n".join(reasons))
+        gpu, about = open_gpu(device)
+        with writing(output.folder):
+            output.folder.mkdir(parents=True, exist_ok=True)
+        with steps() as (advance, total):
+            tuning = Tuning(
+                source.name,
+                candidates,
+                gpu,
+                options,
+                about=about,
+                started=started,
+                report=output.tell,
+                advance=advance,
+                save=lambda result: replace_text(output.folder / "tune.json", json.dumps(result, indent=1) + "\n"),
+            )
+            total(tuning.steps)
+            # Both leave the reason in the result.
+            with contextlib.suppress(BenchError, KeyboardInterrupt):
+                tuning.run()
+        _show_tune(source, tuning.result, output)
 
 
 def _build(swept: Sweep, scratch: Path, tell: Callable[[str], None]) -> list[TuneCandidate]:

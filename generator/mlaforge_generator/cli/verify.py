@@ -192,7 +192,8 @@ def check_absorption_of(dims: AttentionDims, results: list[dict[str, Any]] | Non
     """
     from mlaforge.reference import COSINE_BF16, COSINE_FLOAT32, check_absorption
 
-    check = check_absorption(dims)
+    with status("comparing naive and absorbed scores"):
+        check = check_absorption(dims)
     if results is not None:
         cosines = {"float32": check.float32, "bf16": check.bf16}
         results.append({"kernels": ["absorption"], "ok": check.ok, "cosines": cosines})
