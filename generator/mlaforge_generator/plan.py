@@ -776,6 +776,9 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
         WarpRole("query loader", 1, loader, "TMA of Q"),
         WarpRole("idle", 2, loader, "leave at once; registers are given back by whole warpgroups"),
     )
+    # O of 16 rows leaves registers for sums of their own, and for a subtile of K beside the one that is multiplied.
+    groups = spec.d_v // row.group if row.scale_bytes and not row.blocks else 1
+    operands, sums = (2, groups + (row.rope_lines > 0)) if rows <= 16 else (1, 1)
     ring = row.lines * stages
     placed, mbarriers = _coded_memory(spec, row, rows, tokens, ring, roles)
     if spec.kernels.decode.stages == "auto":
@@ -806,11 +809,13 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
         roles=roles,
         registers=(
             RegisterUse("warpgroup 0", f"O, {spec.d_v} x {rows} float32", rows * spec.d_v // 128),
-            RegisterUse("warpgroup 0", f"S, {tokens} x {rows} float32, of codes and of bf16", 2 * rows * tokens // 128),
+            RegisterUse("warpgroup 0", f"S, {tokens} x {rows} float32: {sums} sums", sums * rows * tokens // 128),
             RegisterUse(
-                "warpgroup 0", f"two subtiles of K, {tokens} x {SUBTILE_COLUMNS} fp16", 2 * tokens * LINE // 512
+                "warpgroup 0",
+                f"K, {operands} x {tokens} x {SUBTILE_COLUMNS} fp16, and codes of the next",
+                (operands * LINE + SUBTILE_COLUMNS) * tokens // 512,
             ),
-            RegisterUse("warpgroup 0", "maxima, sums and units of rows", 3 * rows // 4),
+            RegisterUse("warpgroup 0", "maxima and sums of rows", rows // 2),
             RegisterUse("warpgroup 0", "addresses, loops, work", 36),
         ),
         register_limits=(
