@@ -35,29 +35,39 @@ class Cached:
 
 def make_cache(manifest: Manifest, device: torch.device, b: int, s_k: int, seed: int) -> Cached:
     """Make a cache of `b` requests of `s_k` tokens; on a GPU it is larger than L2, whatever they need."""
-    page, width = manifest.cache.page_size, cache_columns(manifest.cache, manifest.d_qk)
-    columns = -(-s_k // page)
+    columns = -(-s_k // manifest.cache.page_size)
     least = _CACHE_BYTES if device.type == "cuda" else 0
-    pages = max(b * columns, -(-least // (page * manifest.cache.row_bytes)))
+    pages = max(b * columns, -(-least // (manifest.cache.page_size * manifest.cache.row_bytes)))
     torch.manual_seed(seed)
-    dtype = torch.uint8 if manifest.cache.quantised else DTYPES[manifest.element]
-    cache = torch.empty(pages, page, width, dtype=dtype, device=device)
-    scale = None
-    if manifest.cache.quantised:
-        form, rank = FORMATS[manifest.cache.dtype], manifest.d_v
-        scale = form.tensor_scale(0.5) if manifest.cache.tensor_scale else None
-        # Rows that come again and again: the reference takes many times their memory.
-        tokens = torch.randn(min(pages, _DRAWN_PAGES), page, manifest.d_qk, device=device).div_(10)
-        rows = form.quantise(tokens[..., :rank], tokens[..., rank:], scale)
-        for first in range(0, pages, len(rows)):
-            cache[first : first + len(rows)] = rows[: pages - first]
-    else:
+    cache, tensor_scale = random_pages(manifest, device, pages, 0.1)
+    table = torch.randperm(pages, device=device)[: b * columns].to(torch.int32).view(b, columns).contiguous()
+    return Cached(cache, table, torch.full((b,), s_k, dtype=torch.int32, device=device), tensor_scale)
+
+
+def random_pages(
+    manifest: Manifest, device: torch.device, pages: int, deviation: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Fill pages with normal numbers of this standard deviation.
+
+    Returns:
+        (pages, page_size, d_qk), or rows of bytes if the cache is quantised; and the scale, if its format has one.
+    """
+    page, width = manifest.cache.page_size, cache_columns(manifest.cache, manifest.d_qk)
+    if not manifest.cache.quantised:
+        cache = torch.empty(pages, page, width, dtype=DTYPES[manifest.element], device=device)
         # In pieces: of a large cache random numbers of its own size beside it would be a waste.
         for first in range(0, pages, 1 << 13):
-            cache[first : first + (1 << 13)].normal_().div_(10)
-    table = torch.randperm(pages, device=device)[: b * columns].to(torch.int32).view(b, columns).contiguous()
-    lengths = torch.full((b,), s_k, dtype=torch.int32, device=device)
-    return Cached(cache, table, lengths, None if scale is None else torch.tensor([scale], device=device))
+            cache[first : first + (1 << 13)].normal_().mul_(deviation)
+        return cache, None
+    form, rank = FORMATS[manifest.cache.dtype], manifest.d_v
+    scale = form.tensor_scale(5 * deviation) if manifest.cache.tensor_scale else None
+    # Rows that come again and again: the reference takes many times their memory.
+    tokens = torch.randn(min(pages, _DRAWN_PAGES), page, manifest.d_qk, device=device).mul_(deviation)
+    rows = form.quantise(tokens[..., :rank], tokens[..., rank:], scale)
+    cache = torch.empty(pages, page, width, dtype=torch.uint8, device=device)
+    for first in range(0, pages, len(rows)):
+        cache[first : first + len(rows)] = rows[: pages - first]
+    return cache, None if scale is None else torch.tensor([scale], device=device)
 
 
 def make_problem(manifest: Manifest, case: Case, cached: Cached, seed: int) -> Problem:
