@@ -219,8 +219,16 @@ class ExactKernels(MLA):
         self.manifest = manifest
         self.backend: Any = SimpleNamespace(device_type="cpu")
 
-    def decode(self, q: torch.Tensor, *arguments: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = decode_reference(q, *arguments, d_v=self.manifest.d_v, **options)  # type: ignore[arg-type]
+    def decode(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        *arguments: torch.Tensor,
+        tensor_scale: torch.Tensor | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kv_cache = self.read(kv_cache, tensor_scale)
+        out, lse = decode_reference(q, kv_cache, *arguments, d_v=self.manifest.d_v, **options)
         return out.to(q.dtype), lse
 
     def append(

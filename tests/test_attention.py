@@ -408,12 +408,13 @@ def test_a_spec_without_prefill_attends_in_the_latent_space() -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("threshold", [0, 4])
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_a_quantised_cache(dtype: str) -> None:
+def test_a_quantised_cache(dtype: str, threshold: int) -> None:
     """Prompts and their continuations: what the format loses, and nothing else."""
     config, form = AttentionConfig.from_hf({**GATED, "kv_lora_rank": 128}), FORMATS[dtype]
     cache = CacheFormat(dtype, 64, form.row_bytes(128, 16), quantised=True, tensor_scale=form.layout.tensor_scale)
-    layer = exact_layer(config, cache=cache, prefill_absorption_threshold=0)
+    layer = exact_layer(config, cache=cache, prefill_absorption_threshold=threshold)
     weights = weights_of(layer, seed=5)
     layer.load_state_dict(weights)
     steps = Steps(layer, weights, requests=3)

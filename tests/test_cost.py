@@ -133,6 +133,7 @@ def test_energy_of_the_products_of_few_rows(rows: int, matrix_nj: float) -> None
         plan.target,
         d_qk=576,
         d_v=512,
+        row_bytes=1152,
         tile_rows=tile.rows,
         tile_tokens=tile.tokens,
         batch=64,

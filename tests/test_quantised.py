@@ -242,6 +242,7 @@ def test_chunked_prefill_from_a_quantised_cache(name: str) -> None:
 def test_plans(spec: Spec, dtype: str) -> None:
     tree = spec.model_dump(exclude_none=True)
     tree["cache"]["dtype"] = dtype
+    tree["kernels"]["decode"] = {}  # what is chosen there is of other schedules
     plan = make_plan(Spec.model_validate(tree))
     gather, append, *_ = plan.kernels
     assert isinstance(gather, QuantisedGatherPlan) and isinstance(append, QuantisedAppendPlan)
@@ -388,15 +389,6 @@ def test_a_bf16_cache_takes_no_tensor_scale() -> None:
             tensor_scale=torch.ones(1),
             total_tokens=0,
         )
-
-
-def test_no_decode_kernel_is_said_so() -> None:
-    mla = object.__new__(MLA)
-    mla.manifest, mla._runner = variant("fp8_ds_mla").manifest, None
-    if mla.manifest.decodes:
-        pytest.skip("there is one")
-    with pytest.raises(ValueError, match="deepseek_v3_fp8_ds_mla has no decode kernel"):
-        mla.decode(*[torch.zeros(1)] * 4)
 
 
 @pytest.mark.parametrize("name", ["gather", "gather_out", "append"])

@@ -41,6 +41,8 @@ def one_thread() -> Iterator[None]:
 class Cache:
     dtype: str = "bf16"
     page_size: int = 16
+    quantised: bool = False
+    tensor_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class TorchDecoder:
         block_table: torch.Tensor,
         cache_seqlens: torch.Tensor,
         *,
+        tensor_scale: torch.Tensor | None = None,
         causal: bool = False,
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,

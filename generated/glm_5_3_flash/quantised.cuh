@@ -5,9 +5,6 @@
 
 namespace mlaforge {
 
-// A sign, two bits of exponent, one of mantissa; two to a byte, the first in the low bits. Hopper can't convert it.
-struct E2m1 {};
-
 // The nearest e2m1, ties to even; what is beyond 6 is 6, and so is NaN.
 MLAFORGE_DEVICE uint32_t e2m1_of(float x) {
   const float size = fabsf(x) < 6.f ? fabsf(x) : 6.f;

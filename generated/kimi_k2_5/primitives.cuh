@@ -29,6 +29,7 @@ using smem_t = uint32_t;
 struct Bf16 {};
 struct Fp16 {};
 struct E4m3 {};
+struct E2m1 {};  // a sign, two bits of exponent, one of mantissa; Hopper can't convert it
 
 // Two float32, rounded to nearest even, as one register; `lo` lands in the low half (the lower address).
 template <class Element>
@@ -114,6 +115,46 @@ MLAFORGE_DEVICE void unpack4<E4m3>(uint32_t x, float (&v)[4]) {
   v[2] = unpack_low<Fp16>(hi);
   v[3] = unpack_high<Fp16>(hi);
 }
+
+// The lower and the upper two of them as two fp16: exact.
+template <class Element>
+MLAFORGE_DEVICE uint32_t widen_low(uint32_t x);
+template <class Element>
+MLAFORGE_DEVICE uint32_t widen_high(uint32_t x);
+
+template <>
+MLAFORGE_DEVICE uint32_t widen_low<E4m3>(uint32_t x) {
+  uint32_t r;
+  asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.rn.f16x2.e4m3x2 %0, lo;\n}" : "=r"(r) : "r"(x));
+  return r;
+}
+template <>
+MLAFORGE_DEVICE uint32_t widen_high<E4m3>(uint32_t x) {
+  uint32_t r;
+  asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.rn.f16x2.e4m3x2 %0, hi;\n}" : "=r"(r) : "r"(x));
+  return r;
+}
+
+// Eight e2m1, the first in the lowest bits, as fp16 of a 64th of their value: elements 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+MLAFORGE_DEVICE void widen_e2m1(uint32_t x, uint32_t (&r)[4]) {
+  // Sign, exponent and mantissa where e4m3 has them, whose exponent means 2^6 less.
+  const uint32_t even = (x << 4 & 0x80808080u) | (x << 2 & 0x1c1c1c1cu);
+  const uint32_t odd = (x & 0x80808080u) | (x >> 2 & 0x1c1c1c1cu);
+  r[0] = widen_low<E4m3>(even);
+  r[1] = widen_high<E4m3>(even);
+  r[2] = widen_low<E4m3>(odd);
+  r[3] = widen_high<E4m3>(odd);
+}
+
+// Products of two pairs of fp16, rounded to nearest even.
+MLAFORGE_DEVICE uint32_t multiply2(uint32_t x, uint32_t y) {
+  uint32_t r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+
+// Four bytes of two words: nibble i of `selector` names the one that becomes byte i, 0 to 3 of x, 4 to 7 of y.
+MLAFORGE_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) { return __byte_perm(x, y, selector); }
 
 // A float32 as its bits, and back.
 MLAFORGE_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }

@@ -147,9 +147,7 @@ def _may_be_auto(declaration: Mapping[str, Any]) -> bool:
 
 def _candidate(label: str, settings: Mapping[str, Value], spec: Spec) -> Candidate:
     try:
-        plan = make_plan(spec)
-        plan.require_decode()
-        return Candidate(label, settings, spec, render(plan), None)
+        return Candidate(label, settings, spec, render(make_plan(spec)), None)
     except SpecError as error:
         reasons = (f"{problem.field}: {problem.message}" for problem in error.problems)
         return Candidate(label, settings, spec, None, "; ".join(reasons))

@@ -149,6 +149,7 @@ def decode_energy(
     *,
     d_qk: int,
     d_v: int,
+    row_bytes: int,
     tile_rows: int,
     tile_tokens: int,
     batch: int,
@@ -159,8 +160,9 @@ def decode_energy(
 
     Args:
         target: the GPU.
-        d_qk: width of the cache.
+        d_qk: width of K.
         d_v: width of V.
+        row_bytes: of a cached token.
         tile_rows: rows of a block, 64 (M of WGMMA), or fewer (N of it, tokens being M).
         tile_tokens: tokens of a block's step: N of Q K^T.
         batch: requests.
@@ -171,10 +173,10 @@ def decode_energy(
     tokens = batch * context
     row_tiles = -(-rows // tile_rows)
     padded = row_tiles * tile_rows
-    cache_bytes, io_bytes = tokens * d_qk * ELEMENT_BYTES, batch * rows * ((d_qk + d_v) * ELEMENT_BYTES + 4)
+    cache_bytes, io_bytes = tokens * row_bytes, batch * rows * ((d_qk + d_v) * ELEMENT_BYTES + 4)
     per_byte = model.hbm_to_smem_nj / _TOKEN_BYTES
     memory = (cache_bytes + io_bytes) * per_byte / tokens
-    reread = (row_tiles - 1) * d_qk * ELEMENT_BYTES * model.l2_to_smem_nj / _TOKEN_BYTES
+    reread = (row_tiles - 1) * row_bytes * model.l2_to_smem_nj / _TOKEN_BYTES
     if tile_rows < 64:
         # Of a tile's rows and 64 tokens: products of depth 16 along d_qk; then along the tokens, 64 columns of V each.
         matrix = row_tiles * (-(-d_qk // 16) / 64 + d_v / 64 / 16) * model.matrix_nj(tile_rows)

@@ -131,17 +131,17 @@ CODES = {"e4m3": "E4m3", "e2m1": "E2m1"}
 """The device's name of an element of a quantised row."""
 
 
-def _tensor_scale(layout: CacheLayout | None) -> tuple[Parameter, ...]:
+def tensor_scale(layout: CacheLayout | None) -> tuple[Parameter, ...]:
     """Give what a kernel takes beside the cache: on the device, so that nobody waits for it."""
     return (Parameter("tensor_scale", "const float*"),) if layout is not None and layout.tensor_scale else ()
 
 
-def _parts(spec: Spec, layout: CacheLayout) -> Mapping[str, Part]:
+def row_parts(spec: Spec, layout: CacheLayout) -> Mapping[str, Part]:
     """Give the parts of a row by name."""
     return {part.name: part for part in layout.parts(spec.model.kv_lora_rank, spec.model.qk_rope_head_dim)}
 
 
-def _group(spec: Spec, layout: CacheLayout) -> int:
+def scale_group(spec: Spec, layout: CacheLayout) -> int:
     """Give the elements of the latent under a scale of the row; 0 if there is none."""
     return 0 if layout.scales is None else layout.group or spec.model.kv_lora_rank
 
@@ -190,7 +190,7 @@ _GATHER_PARAMETERS = (
 
 
 def _plan_quantised_gather(spec: Spec, layout: CacheLayout) -> QuantisedGatherPlan:
-    parts = _parts(spec, layout)
+    parts = row_parts(spec, layout)
     coded = [part for part in parts.values() if part.dtype == layout.latent]
     rope = next((part for part in parts.values() if part.dtype == "bf16"), None)
     code_pieces = sum(part.bytes for part in coded) // PIECE
@@ -203,7 +203,7 @@ def _plan_quantised_gather(spec: Spec, layout: CacheLayout) -> QuantisedGatherPl
         entry="mla_gather",
         threads=THREADS,
         grid=(f"ceil(tokens / (8 warps x {tokens}))",),
-        parameters=(*_GATHER_PARAMETERS, *_tensor_scale(layout)),
+        parameters=(*_GATHER_PARAMETERS, *tensor_scale(layout)),
         constants={"tokens_per_block": THREADS // 32 * tokens},
         page_size=spec.cache.page_size,
         pieces=spec.d_qk * ELEMENT_BYTES // PIECE,
@@ -215,7 +215,7 @@ def _plan_quantised_gather(spec: Spec, layout: CacheLayout) -> QuantisedGatherPl
         rope_offset=rope.offset // PIECE if rope is not None else 0,
         rope_pieces=rope_pieces,
         scales_offset=parts["scales"].offset if "scales" in parts else 0,
-        group=_group(spec, layout),
+        group=scale_group(spec, layout),
         tensor_scale=layout.tensor_scale,
         unit="token",
         unit_bytes=spec.row_bytes + spec.d_qk * ELEMENT_BYTES,
@@ -273,7 +273,7 @@ _APPEND_PARAMETERS = (
 
 
 def _plan_quantised_append(spec: Spec, layout: CacheLayout, loads: int, tokens: int) -> QuantisedAppendPlan:
-    parts = _parts(spec, layout)
+    parts = row_parts(spec, layout)
     scales = parts.get("scales")
     return QuantisedAppendPlan(
         name="append",
@@ -282,7 +282,7 @@ def _plan_quantised_append(spec: Spec, layout: CacheLayout, loads: int, tokens: 
         entry="mla_append",
         threads=THREADS,
         grid=(f"ceil(tokens / (16 half warps x {tokens}))",),
-        parameters=(*_APPEND_PARAMETERS, *_tensor_scale(layout)),
+        parameters=(*_APPEND_PARAMETERS, *tensor_scale(layout)),
         constants={"tokens_per_block": THREADS // HALF_WARP * tokens},
         element=ELEMENTS[spec.element],
         page_size=spec.cache.page_size,
@@ -296,7 +296,7 @@ def _plan_quantised_append(spec: Spec, layout: CacheLayout, loads: int, tokens: 
         rope_offset=parts["rope"].offset if "rope" in parts else 0,
         scales_offset=scales.offset if scales is not None else 0,
         scales_pieces=scales.padded_bytes // PIECE if scales is not None else 0,
-        group=_group(spec, layout),
+        group=scale_group(spec, layout),
         tensor_scale=layout.tensor_scale,
         unit="token",
         unit_bytes=spec.row_bytes + spec.d_qk * ELEMENT_BYTES,

@@ -82,7 +82,7 @@ def _manifest(plan: Plan) -> dict[str, Any]:
         "softmax_scale": plan.softmax_scale,
         "d_qk": spec.d_qk,
         "d_v": spec.d_v,
-        "decode": _decode(plan.decode) if plan.decodes else None,
+        "decode": _decode(plan.decode),
         "narrow_decodes": [_decode(each) for each in plan.narrow_decodes],
         "kernels": {kernel.name: kernel.manifest() for kernel in plan.kernels},
     }

@@ -35,14 +35,12 @@ class MLA:
     """The kernels of one MLA configuration. Decode is compiled at once, each of the others when it is first called."""
 
     def __init__(self, manifest: Manifest, backend: Cuda | Simulator) -> None:
-        """Compile decode, if there is one; `load` is the usual way here."""
+        """Compile decode; `load` is the usual way here."""
         self.manifest = manifest
         self.backend = backend
         key = kernel_key(manifest, backend)
-        self._runner: DecodeRunner | None = None
-        if manifest.decodes:
-            self._runner = DecodeRunner(manifest, backend, key)
-            loaded_decode.add(self._runner)
+        self._runner = DecodeRunner(manifest, backend, key)
+        loaded_decode.add(self._runner)
         self._memory = MemoryKernels(manifest, backend, key)
         loaded_memory.add(self._memory)
         self._prefill: PrefillRunner | None = None
@@ -73,6 +71,7 @@ class MLA:
         block_table: torch.Tensor,
         cache_seqlens: torch.Tensor,
         *,
+        tensor_scale: torch.Tensor | None = None,
         causal: bool = False,
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,
@@ -84,12 +83,15 @@ class MLA:
         `cache_seqlens`, so a captured graph may be replayed with other lengths and tables.
 
         Args:
-            q: (b, s_q, h_q, d_qk), bf16 or fp16 as the spec's cache; latent part first, then RoPE.
-            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, h_kv, d_qk), the same dtype; the last
-                dimension contiguous, other strides multiples of 16 bytes.
+            q: (b, s_q, h_q, d_qk), bf16 or fp16 as the spec's cache, bf16 if that is quantised; latent part first, then
+                RoPE.
+            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, h_kv, d_qk), the same dtype; of a
+                quantised cache its rows, as in `append`. The last dimension contiguous, other strides multiples of 16
+                bytes.
             block_table: (b, max_blocks) int32: the block of each page. Entries behind a request's last page are not
                 read.
             cache_seqlens: (b,) int32: tokens of each request; those beyond the table's width are not there.
+            tensor_scale: one float32: of a cache whose format has a scale beside its rows, as in `append`.
             causal: bottom-right aligned: query i of s_q sees the tokens before len - (s_q - 1) + i.
             softmax_scale: of the logits; the model's own if None.
             out: (b, s_q, h_q, d_v) to write to, of q's dtype; made if None.
@@ -104,10 +106,8 @@ class MLA:
             CudaError: the driver refused the launch.
         """
         runner = self._runner
-        if runner is None:
-            raise ValueError(f"{self.manifest.name} has no decode kernel: `mlaforge plan` says why")
         scale = self.manifest.softmax_scale if softmax_scale is None else float(softmax_scale)
-        arguments = (q, kv_cache, block_table, cache_seqlens)
+        arguments = (q, kv_cache, block_table, cache_seqlens, tensor_scale)
         if out is None and lse is None:
             made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mlaforge.decode(*arguments, runner.key, causal, scale)
             return made

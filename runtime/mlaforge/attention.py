@@ -255,7 +255,7 @@ class MLAAttention(nn.Module):
         """
         out = q.new_empty((batch.total_tokens, self.num_heads, self.config.v_head_dim))
         for group in batch.decode:
-            self._decode(q, kv_cache, group, out)
+            self._decode(q, kv_cache, group, out, tensor_scale)
         if batch.prefill is not None:
             self._prefill(q, kv_cache, batch.prefill, out, tensor_scale)
         return out
@@ -285,7 +285,14 @@ class MLAAttention(nn.Module):
         weight: torch.Tensor = self.kv_a_layernorm.weight
         return weight if self.config.kv_lora_scale == 1 else weight * self.config.kv_lora_scale
 
-    def _decode(self, q: torch.Tensor, kv_cache: torch.Tensor, group: DecodeGroup, out: torch.Tensor) -> None:
+    def _decode(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        group: DecodeGroup,
+        out: torch.Tensor,
+        tensor_scale: torch.Tensor | None,
+    ) -> None:
         """Attend with a group's queries in the latent space, and write its tokens' values to out."""
         rank, nope = self.config.kv_lora_rank, self.config.qk_nope_head_dim
         q = take(q, group.tokens)
@@ -297,6 +304,7 @@ class MLAAttention(nn.Module):
             kv_cache,
             group.block_table,
             group.cache_seqlens,
+            tensor_scale=tensor_scale,
             causal=True,
             softmax_scale=self._logit_scale,
         )

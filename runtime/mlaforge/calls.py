@@ -85,20 +85,26 @@ def divisor(d: int) -> tuple[int, int, int]:
 
 
 def tensor_map_shape(
-    dtype: str, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], sector_bytes: int = 128
+    dtype: str,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    sector_bytes: int = 128,
+    swizzle_bytes: int = 128,
 ) -> TensorMapShape:
     """Describe a tensor map. The stride of a dimension of one index, which is never walked, becomes one that TMA takes.
 
     Args:
-        dtype: of the elements, bf16 or fp16.
+        dtype: of the elements, bf16 or fp16, or of any pairs of bytes.
         dims: innermost first.
         strides: of all dimensions but the innermost, in elements.
         box: of one copy.
         sector_bytes: as in `TensorMapShape`.
+        swizzle_bytes: as in `TensorMapShape`.
     """
     unwalked = dims[0] + -dims[0] % 8  # TMA wants a multiple of 16 B
     walked = tuple(stride if size > 1 else unwalked for size, stride in zip(dims[1:], strides, strict=True))
-    return TensorMapShape(dtype, dims, walked, box, sector_bytes)
+    return TensorMapShape(dtype, dims, walked, box, sector_bytes, swizzle_bytes)
 
 
 _simulators = itertools.count()

@@ -121,8 +121,6 @@ def bench(
             raise click.UsageError(f"no such peer: {', '.join(unknown)}; there are {', '.join(peers)}")
         prefill: tuple[PrefillCase, ...] = ()
         manifest = read_manifest(folder)
-        if chosen and not manifest.decodes:
-            raise click.UsageError(f"{manifest.name} has no decode kernel: `mlaforge plan` says why")
         if PREFILL in wanted:
             if "prefill" not in manifest.kernels:
                 raise click.UsageError(f"{manifest.name} has no prefill kernel: `mlaforge plan` says why")
@@ -224,6 +222,7 @@ def _predict(manifest: Manifest, case: Case) -> dict[str, Any]:
         TARGETS[manifest.target],
         d_qk=manifest.d_qk,
         d_v=manifest.d_v,
+        row_bytes=manifest.cache.row_bytes,
         tile_rows=decode.tile_rows,
         tile_tokens=decode.tile_tokens,
         batch=case.b,

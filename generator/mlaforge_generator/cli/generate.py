@@ -53,8 +53,6 @@ def plan(
         shapes: Sequence[tuple[int, int, int]] = _SHAPES
     else:
         shapes = [(batch or 16, context or 65_536, s_q or 1)]
-    if not made.decodes:
-        shapes = ()
     costs = [decode_cost(made, batch=b, context=s_k, s_q=q, heads=heads) for b, s_k, q in shapes]
     tiles = [made.decode_for(cost.s_q * cost.heads).tile for cost in costs]
     energies = [
@@ -62,6 +60,7 @@ def plan(
             made.target,
             d_qk=made.spec.d_qk,
             d_v=made.spec.d_v,
+            row_bytes=made.spec.row_bytes,
             tile_rows=tile.rows,
             tile_tokens=tile.tokens,
             batch=cost.batch,

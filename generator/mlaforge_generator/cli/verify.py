@@ -229,10 +229,6 @@ def _verify_decode(spec: str, mla: MLA, run: Run) -> None:
     from mlaforge.verify import Problem, flashmla_matrix, random_problems, verify_problems
 
     problems: list[Problem] = []
-    if not mla.manifest.decodes:
-        if isinstance(run.problem, Problem) or run.matrix or "decode" in run.kernels:
-            raise UsageFailure(f"{spec}: there is no decode kernel; `mlaforge plan` says why")
-        return
     if isinstance(run.problem, Problem):
         problems = [run.problem]
     elif run.matrix and (not run.kernels or "decode" in run.kernels):
