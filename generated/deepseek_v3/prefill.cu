@@ -15,8 +15,9 @@
 //
 // Why so. The warpgroups take turns on the tensor cores: while one multiplies, the others make probabilities of the scores
 // that they have, and there is always somebody whose turn it can be. From tile to tile as well: as soon as a warpgroup
-// has its last scores, its rows of Q are replaced by those of the next tile, while the last products are under way and
-// results are stored. Rows that see fewer blocks than their tile, under a mask, multiply fewer.
+// has its last scores, its rows of Q are replaced by those of the next tile, while the last products are under way;
+// results wait in registers, and are stored while the next tile's first product is under way. Rows that see fewer blocks
+// than their tile, under a mask, multiply fewer.
 
 #include "primitives.cuh"
 #include "ring.cuh"

@@ -109,11 +109,10 @@ MLAFORGE_DEVICE Item tile_of(const Sequences& s, Rows q, Rows k, int at) {
 
 // ---- Softmax -----------------------------------------------------------------------------------------------------
 
-// No maximum of a block is looked for before its exponentials. They refer to what their row refers to already, and their
-// sum tells whether that will do: none of them is negative, so that each is at most as large as the sum. A thread's sum of
-// up to 2^13 will do: 16-bit P takes that, fp16 (up to 65504), too, and of relative errors it has no more than below 1.
-// The sums of a row and O grow with it, and float32 holds 2^13 as well as 1. Whatever passes it, infinity too, has the
-// block begun anew with its maximum.
+// No maximum of a block is looked for before its exponentials. They refer to what their row refers to already, and a
+// thread's sum of them tells whether that will do: none is negative, so each is at most as large as the sum. Up to this
+// much will do: fp16 ends at 65504, and is as exact here as below 1, like float32 in sums and O. Where a sum passes it, as
+// one that is infinite does, the block is made anew with its maximum.
 constexpr float kMost = 8192.f;
 
 // What a thread's two rows refer to. One without a token so far: any finite value keeps exp2(-inf - reference) = 0
