@@ -183,8 +183,10 @@ MLAFORGE_DEVICE void issue_scores(smem_t base, Ring ring, float (&s)[kRows / 2])
   Ring values = ring;
   values.skip(kSubtilesRope);
   wgmma_fence_operand(s);
-  add_scores<0, kSubtilesV>(base, values, s);
-  add_scores<kSubtilesV, kSubtilesRope>(base, ring, s);
+  // The last subtile stands outside of the loop: ptxas would fence registers once more between a loop and the commit.
+  add_scores<0, kSubtilesV - 1>(base, values, s);
+  values.skip(kSubtilesV - 1);
+  add_scores<kSubtilesV - 1, 1>(base, values, s);
   wgmma_commit();
 }
 
