@@ -27,7 +27,6 @@ from test_verify import Manifest, TorchDecoder
 from test_verify import one_thread as one_thread
 
 SHIPPED = sorted(path.stem for path in spec_dir().glob("*.yaml"))
-"""Those with a decode kernel."""
 
 
 def run(*arguments: str | Path) -> Result:
