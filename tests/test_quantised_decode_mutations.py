@@ -35,7 +35,7 @@ MUTATIONS = (
     Mutation("scores without Q's unit", "load_shared_f32(base + kOffsetUnits + 4 * accumulator_column(j)) * unit", "unit", f"{WRONG}|lse: "),
     Mutation("the rotary part is left out", "s[i] += rope[i];", "", f"{WRONG}|lse: "),
     Mutation("columns come out in the order of the codes", "(chunk & ~1) + k % 2", "(chunk & ~1) + k / 2", WRONG, file="operands.cuh"),
-    Mutation("columns of partial results, too", "Operand<Code>::column(8) * (i / 2 % 2)", "8 * (i / 2 % 2)", WRONG, file="operands.cuh"),
+    Mutation("columns of partial results, too", "Operand<Code>::column(8) * (i / 2 % 2)", "8 * (i / 2 % 2)", f"{WRONG}|workspace", file="operands.cuh"),
     Mutation("the tail of V is not cleared", "zero_rows<kTokens>(v_at(base, group), 0, kSubtilesV, kv_end - token);", "", ""),
     Mutation("scales of tokens that the request does not have", "token < left ? load_shared_f32(token_scales(scales, token) + 4 * group) : 0.f", "load_shared_f32(token_scales(scales, token) + 4 * group)", "uninitialised"),
 )  # fmt: skip

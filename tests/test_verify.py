@@ -41,6 +41,7 @@ def one_thread() -> Iterator[None]:
 class Cache:
     dtype: str = "bf16"
     page_size: int = 16
+    row_bytes: int = 192
     quantised: bool = False
     tensor_scale: bool = False
 

@@ -243,7 +243,7 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
         if schedule == "swapped":
             why = f"N of WGMMA, for {spec.heads_per_rank} heads"
             if options.schedule == "auto":
-                why = "N of WGMMA: a call takes the tile that holds its rows, or several of the largest"
+                why = "N of WGMMA; of many rows several tiles"
         elif narrow:
             why = "M of WGMMA; for calls of few rows N of it: less padding"
         rows_of_all = ", ".join(str(each.tile.rows) for each in (decode, *reversed(narrow)))
@@ -868,7 +868,7 @@ def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *
 def _schedule(spec: Spec) -> tuple[str, str]:
     """Choose a schedule and say why."""
     if spec.layout is not None:
-        return "swapped", "the one that reads quantised rows: what takes codes to registers multiplies them from there"
+        return "swapped", "products with codes take them from registers"
     if spec.kernels.decode.tile_rows in TILE_ROWS["swapped"]:
         return "swapped", "the one with tiles of so few rows"
     return "skewed", "the fastest there is"
