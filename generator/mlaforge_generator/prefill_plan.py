@@ -207,9 +207,8 @@ def _choices(spec: Spec, tile: PrefillTile, target: Target) -> Iterator[Choice]:
     options = spec.kernels.prefill
     registers = _REGISTERS[tile.groups][0]
     used = sum(use.registers for use in _register_uses(spec, tile.tokens))
-    spent = [f"{tile.begun} exponentials of a thread beside P V"] * (tile.begun > 0)
-    spent += ["a tile's results stored under the next one's first product"] * tile.held
-    why = f"O, S and P take {used} of {registers} registers, the others allow {' and '.join(spent) or 'nothing more'}"
+    spent = [f"{tile.begun} exponentials beside P V"] * (tile.begun > 0) + ["results late"] * tile.held
+    why = f"O, S and P: {used} of {registers} registers; {', '.join(spent) or 'no more is left'}"
     total = _total(spec, tile)
     if options.tile_q == "auto":
         yield Choice("kernels.prefill.tile_q", str(tile.rows), f"{tile.groups} warpgroups of {registers} registers")
