@@ -126,7 +126,9 @@ def calls(mla: MLA, device: str) -> dict[str, Call]:
     ranges = (cache, table, ints(0, 10, 13, 14), ints(60, 2, 5))
     fewer = (cache, table[:2], ints(0, 10, 14), ints(60, 2))
     memory = mla._memory.key
-    made["gather"] = Call(gather, ranges, fewer, torch.ops.mlaforge.gather, (*ranges, None, 14, memory), (empty(14, 576),))
+    made["gather"] = Call(
+        gather, ranges, fewer, torch.ops.mlaforge.gather, (*ranges, None, 14, memory), (empty(14, 576),)
+    )
 
     def append(c_kv: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, *others: torch.Tensor) -> Results:
         slots, weight, positions, angles = others
