@@ -486,11 +486,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const RowTile<Config> tile = row_tile<Config>(s_q, heads_per_kv, heads_per_kv_multiplier, heads_per_kv_shift,
                                                 row_tiles, causal);
 
-  // While lengths are waited for, the blocks together bring the first lines of the block table near, all of it if it is small.
-  if (threadIdx.x == kThreads - 64) {
-    const int64_t entry = 32 * static_cast<int64_t>(blockIdx.y * gridDim.x + blockIdx.x);
-    if (entry < (batch - 1) * table_stride + table_width) prefetch_global(block_table + entry);
-  }
+  // While lengths are waited for.
+  if (threadIdx.x == kThreads - 64) prefetch_table(block_table, (batch - 1) * table_stride + table_width);
   // The last warp: the first is the first to wait for requests' lengths.
   if (threadIdx.x == kThreads - 32) {
     tma_prefetch(q_map);
