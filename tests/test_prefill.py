@@ -86,7 +86,7 @@ def test_invariants_of_any_plan(spec: Spec) -> None:
     assert [c.field for c in plan.choices[-3:]] == [f"kernels.prefill.{n}" for n in ("tile_q", "tile_kv", "stages")]
     why = plan.choices[-2].why
     assert ("beside P V" in why) == (prefill.tile.begun > 0)
-    assert ("next one's first product" in why) == prefill.tile.held
+    assert ("results late" in why) == prefill.tile.held
     regions = {region.name: region for region in prefill.smem.regions}
     for before, after in itertools.pairwise(prefill.smem.regions):
         assert before.offset + before.size == after.offset
