@@ -8,6 +8,7 @@
 //   warpgroups 0, 1 4 warps each: of every other tile S^T = K Q^T and softmax; of all tiles O^T += V^T P^T, half its rows
 //   tile loader     1 warp:       TMA of the pages of K, line by line, and of their scales
 //   query loader    1 warp:       TMA of Q
+//   walker          1 thread:     the part's requests, ahead of the others
 //
 // As the kernel for a cache of elements, but what a token's row holds comes as it lies there, in lines of 128 bytes, and
 // nothing is dequantised to shared memory and back. A warp takes codes to registers, widens them to fp16, which is exact,
@@ -58,10 +59,11 @@ constexpr int kLines = kCodeLines + kRopeLines;
 constexpr int kOperands = 4;  // in a warpgroup's registers, of two products each
 constexpr int kSteps = (kCodeColumns + 31) / 32;  // that scores take, with two products each
 static_assert((kUnits + 1) / 2 * (kTokens / 16) % kOperands == 0, "operands take turns, from the first again in every tile");
+constexpr int kItems = 4;  // of work, known ahead
 constexpr int kRing = 25;  // lines of 64 tokens in shared memory
 static_assert(kRing >= 2 * kLines, "a tile is multiplied with P beside the scores of the next");
 
-// ---- Shared memory, bytes from the base (229912 of 232448) ---------------------------------------
+// ---- Shared memory, bytes from the base (230104 of 232448) ---------------------------------------
 constexpr int kOffsetQ = 0;  // 18432: 16 rows x 9 subtiles
 constexpr int kOffsetK = 18432;  // 204800: 25 lines of 64 tokens as they are in the cache
 constexpr int kOffsetP = 223232;  // 4096: probabilities, 16 x 64 a warpgroup
@@ -71,10 +73,12 @@ constexpr int kOffsetMaxima = 227648;  // 512: float32, of each warp, a warpgrou
 constexpr int kOffsetSums = 228160;  // 1024: float32, of each warp, by turns
 constexpr int kOffsetTotals = 229184;  // 128: float32 that normalise O, a warpgroup
 constexpr int kOffsetUnits = 229312;  // 64: float32 that a row of Q was divided by
-constexpr int kOffsetRaised = 229376;  // 16: two words: whether a P raised references
-constexpr int kOffsetSchedule = 229392;  // 32: how the requests are cut
-constexpr int kOffsetSplits = 229424;  // 32: requests that the part shares with others
-constexpr int kOffsetBarriers = 229456;  // 456: mbarriers, in the order of the plan
+constexpr int kOffsetItems = 229376;  // 128: 4 items of work
+constexpr int kOffsetRaised = 229504;  // 8: whether a P raised references
+constexpr int kOffsetUnit = 229512;  // 8: float32 that all codes are multiplied with
+constexpr int kOffsetSchedule = 229520;  // 32: how the requests are cut, and what the mask hides
+constexpr int kOffsetSplits = 229552;  // 32: requests that the part shares with others
+constexpr int kOffsetBarriers = 229584;  // 520: mbarriers, in the order of the plan
 constexpr int kOffsetScratch = 223232;  // 152: prefix sums, extremes
 constexpr int kLineBytes = kTokens * 128;
 constexpr int kQSubtileBytes = kRows * 128;
@@ -84,11 +88,11 @@ static_assert(kOffsetBarriers % 8 == 0, "mbarriers are words of 8 bytes");
 constexpr int kThreads = 384;
 constexpr int kTileLoader = 8;  // warps
 constexpr int kQueryLoader = 9;
+constexpr int kWalker = 10;
 constexpr int kLoaderRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 constexpr int kGroupBarrier = 1;  // 128 threads: a warpgroup among itself
 constexpr int kPairBarrier = 3;  // 256 threads: both warpgroups, at an item's ends and merging
-constexpr int kSplitsBarrier = 4;  // 288 threads: the tile loader has written what the part shares
 
 // How far, in powers of two, a row's scores may pass its reference before O is rescaled; and how far above 1 the
 // probability of a score at the reference is: together they use the range of fp16, so that small probabilities keep their
@@ -111,33 +115,98 @@ MLAFORGE_DEVICE smem_t sums_at(smem_t base, int buffer, int warp) {
 }
 MLAFORGE_DEVICE smem_t totals_at(smem_t base, int group) { return base + kOffsetTotals + group * (4 * kRows); }
 constexpr int kNoReference = 2;  // the number of references without a token
-MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 229456 + 8 * i; }  // 25: a line of the tokens' rows has landed
-MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 229656 + 8 * i; }  // 25: the 8 warps have finished with it
-MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 229856 + 8 * i; }  // 2: the 4 warps of a warpgroup have stored P
-MLAFORGE_DEVICE smem_t drained(smem_t base, int i) { return base + 229872 + 8 * i; }  // 2: the 8 warps have multiplied V with it
-MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 229888 + 8 * i; }  // 1: Q has landed
-MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 229896 + 8 * i; }  // 1: the item is finished with it
-MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 229904 + 8 * i; }  // 1: partial results that the part merges have landed
+MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 229584 + 8 * i; }  // 25: a line of the tokens' rows has landed
+MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 229784 + 8 * i; }  // 25: the 8 warps have finished with it
+MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 229984 + 8 * i; }  // 2: the 4 warps of a warpgroup have stored P
+MLAFORGE_DEVICE smem_t drained(smem_t base, int i) { return base + 230000 + 8 * i; }  // 2: the 8 warps have multiplied V with it
+MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 230016 + 8 * i; }  // 1: Q has landed
+MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 230024 + 8 * i; }  // 1: the item is finished with it
+MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 230032 + 8 * i; }  // 4: the walker has written an item
+MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 230064 + 8 * i; }  // 4: the other roles are done with it
+MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 230096 + 8 * i; }  // 1: partial results that the part merges have landed
 
+// ---- Work --------------------------------------------------------------------------------------------------------
+
+// Behind how the requests are cut: how many of the last tokens of a request no row of the tile sees.
+constexpr int kOffsetHidden = kOffsetSchedule + Schedule<Policy>::kBytes;
+
+MLAFORGE_DEVICE smem_t item_at(smem_t base, int stage) { return base + kOffsetItems + stage * 32; }
+
+// What a role needs to know of an item before its tiles, and what behind them: both stand in shared memory.
+struct Item {
+  int blocks;       // tiles that this row tile needs; -1: there is no more work
+  int first_block;  // of the request
+  int kv_end;       // tokens of the request before this one are seen by some row of the tile
+};
+struct Target {
+  int request;
+  int slot;  // of the partial result; -1 when the request is not split
+};
+
+// One role's way through the items. Each of its threads arrives for itself when it has read what it needs.
+struct ItemReader {
+  Ring ring{kItems};
+
+  // The next item; false when there is none.
+  MLAFORGE_DEVICE bool next(smem_t base, Item& item) {
+    mbarrier_wait(item_full(base, ring.stage()), ring.phase());
+    int32_t words[4];
+    load_shared_v4(item_at(base, ring.stage()), words);
+    item.blocks = words[0];
+    item.first_block = words[1];
+    item.kv_end = words[2];
+    return item.blocks >= 0;
+  }
+  // Tokens of the item's request.
+  MLAFORGE_DEVICE int length(smem_t base) const { return load_shared_s32(item_at(base, ring.stage()) + 12); }
+  MLAFORGE_DEVICE Target target(smem_t base) const {
+    return {load_shared_s32(item_at(base, ring.stage()) + 16), load_shared_s32(item_at(base, ring.stage()) + 20)};
+  }
+  MLAFORGE_DEVICE void done(smem_t base) {
+    mbarrier_arrive(item_empty(base, ring.stage()));
+    ring.advance();
+  }
+};
+
+// Walks the part's requests ahead of the other roles, and leaves behind which of them it shares. By one thread.
+MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk) {
+  Ring ring{kItems};
+  clear_splits(base + kOffsetSplits);
+  WorkItem work;
+#pragma unroll 1
+  while (walk.next(work)) {
+    const int kv_end = RowTile<Config>::border(work.len, load_shared_s32(base + kOffsetHidden));
+    const int blocks = needed_end<Config>(work, kv_end) - work.block_begin;
+    mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);
+    const int32_t words[4] = {blocks > 0 ? blocks : 0, work.block_begin, kv_end, work.len};
+    store_shared_v4(item_at(base, ring.stage()), words);
+    store_shared_s32(item_at(base, ring.stage()) + 16, work.request);
+    store_shared_s32(item_at(base, ring.stage()) + 20, work.slot);
+    mbarrier_arrive(item_full(base, ring.stage()));
+    ring.advance();
+    note_split(base + kOffsetSplits, work);
+  }
+  mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);
+  const int32_t words[4] = {-1, 0, 0, 0};
+  store_shared_v4(item_at(base, ring.stage()), words);
+  mbarrier_arrive(item_full(base, ring.stage()));
+}
 // ---- Loaders -----------------------------------------------------------------------------------------------------
 
-// Walks the part's requests ahead of the others, and leaves behind which of them it shares.
-MLAFORGE_DEVICE void load_tiles(smem_t base, const KvSource& kv, const RowTile<Config>& tile,
-                                WorkWalker<Policy> walk) {
+MLAFORGE_DEVICE void load_tiles(smem_t base, const KvSource& kv, const RowTile<Config>& tile) {
   constexpr int kBoxes = kTokens / Config::kBoxTokens;
   Ring ring{kRing};
-  if (lane_id() == 0) clear_splits(base + kOffsetSplits);
-  WorkItem item;
+  ItemReader reader;
+  Item item;
 #pragma unroll 1
-  while (walk.next(item)) {
-    if (lane_id() == 0) note_split(base + kOffsetSplits, item);
-    const int kv_end = tile.border(item.len, tile.hidden(kRows - 1));
-    const int end = needed_end<Config>(item, kv_end);
-    if (item.block_begin >= end) continue;
-    const int32_t* table = kv.block_table + item.request * kv.row_stride;
-    prefetch_pages<Config>(table, item.block_begin, kv_end);
+  while (reader.next(base, item)) {
+    const int32_t* table = kv.block_table + reader.target(base).request * kv.row_stride;
+    reader.done(base);
+    const int kv_end = item.kv_end;
+    const int end = item.first_block + item.blocks;
+    if (item.blocks > 0) prefetch_pages<Config>(table, item.first_block, kv_end);
 #pragma unroll 1
-    for (int block = item.block_begin; block < end; ++block) {
+    for (int block = item.first_block; block < end; ++block) {
       // Only boxes that hold a token of the tile: a table entry behind them means nothing.
       const int first = block * kTokens;
       const int boxes = kv_end - first >= kTokens ? kBoxes : (kv_end - first + Config::kBoxTokens - 1) / Config::kBoxTokens;
@@ -168,14 +237,17 @@ MLAFORGE_DEVICE void load_tiles(smem_t base, const KvSource& kv, const RowTile<C
   }
 }
 
-MLAFORGE_DEVICE void load_queries(smem_t base, const TensorMap& q_map, const RowTile<Config>& tile, WorkWalker<Policy> walk) {
+MLAFORGE_DEVICE void load_queries(smem_t base, const TensorMap& q_map, const RowTile<Config>& tile) {
   Ring query{1};
-  WorkItem item;
+  ItemReader reader;
+  Item item;
 #pragma unroll 1
-  while (walk.next(item)) {
-    if (item.block_begin >= needed_end<Config>(item, tile.border(item.len, tile.hidden(kRows - 1)))) continue;
+  while (reader.next(base, item)) {
+    const int request = reader.target(base).request;
+    reader.done(base);
+    if (item.blocks == 0) continue;
     mbarrier_wait(q_empty(base, 0), query.phase() ^ 1);
-    copy_query<Config, 0, kSubtiles>(q_map, tile, item.request, q_full(base, 0), base + kOffsetQ);
+    copy_query<Config, 0, kSubtiles>(q_map, tile, request, q_full(base, 0), base + kOffsetQ);
     query.advance();
   }
 }
@@ -194,6 +266,15 @@ struct Stage {
     const int stage = lines.stage() + i;
     return stage < kRing ? stage : stage - kRing;
   }
+};
+
+// The phases of what there is one of, in one register.
+struct Turns {
+  enum Which { kQuery, kOwnP, kOtherP, kSums };
+  int bits = 0;
+
+  MLAFORGE_DEVICE int of(Which which) const { return bits >> which & 1; }
+  MLAFORGE_DEVICE void advance(Which which) { bits ^= 1 << which; }
 };
 
 // The warp has finished with the tile.
@@ -226,7 +307,7 @@ MLAFORGE_DEVICE void clear_behind(smem_t base, const Stage& stage, int left) {
 // ---- Scores ------------------------------------------------------------------------------------------------------
 
 // S^T = K Q^T in codes.
-MLAFORGE_DEVICE void issue_codes(smem_t base, Stage& stage, int left, TokenScales& of, uint32_t (&a)[kOperands][8],
+MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int left, uint32_t (&a)[kOperands][8],
                                  float (&s)[kRows / 2]) {
   using Operand = Operand<Code>;
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
@@ -269,7 +350,8 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, Stage& stage, int left, TokenScale
 MLAFORGE_DEVICE smem_t pair_at(smem_t rows, int h) { return rows + 4 * accumulator_column(2 * h); }
 
 // Scores of codes to those of the latent.
-MLAFORGE_DEVICE void scale_scores(smem_t base, float unit, const TokenScales& of, float (&s)[kRows / 2]) {
+MLAFORGE_DEVICE void scale_scores(smem_t base, const TokenScales& of, float (&s)[kRows / 2]) {
+  const float unit = load_shared_f32(base + kOffsetUnit);
 #pragma unroll
   for (int h = 0; h < kRows / 8; ++h) {
     float row[2];
@@ -309,14 +391,14 @@ MLAFORGE_DEVICE void load_values(smem_t base, const Stage& stage, int k, uint32_
 
 // O^T += V^T P^T of a tile, this warpgroup's columns of V, once its P is there; and gives the tile back. The operands take
 // turns from number `First` on.
-template <int First>
-MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Ring& turn, uint32_t (&a)[kOperands][8],
+template <int First, Turns::Which P>
+MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Turns& turns, uint32_t (&a)[kOperands][8],
                                 float (&acc)[kUnits][kRows / 2]) {
   using Operand = Operand<Code>;
   constexpr int kPieces = Operand::kPieces<kUnits>;
   const int first_unit = warp_id() * kUnits;
-  mbarrier_wait(filled(base, buffer), turn.phase());
-  turn.advance();
+  mbarrier_wait(filled(base, buffer), turns.of(P));
+  turns.advance(P);
   if (warp_any(load_shared_s32(raised_at(base, buffer)) != 0)) {
     wgmma_wait<0>();
 #pragma unroll
@@ -462,7 +544,7 @@ MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const TokenScales& o
 
 // ---- The end of an item ------------------------------------------------------------------------------------------
 
-// What either warpgroup has seen of the item's `tiles` becomes one: the factors that normalise O, in `totals`, and by the
+// What either warpgroup has seen of the item's `tiles` becomes one: the factors of O, in `totals`, and by the
 // first threads the rows' log-sum-exp. `buffer` takes turns from item to item: the other may still be read.
 MLAFORGE_DEVICE void finish_sums(smem_t base, int buffer, int group, int tiles, const RowTile<Config>& tile,
                                  const Output& o, int request, int slot, const float (&sum)[kRows / 4]) {
@@ -474,7 +556,7 @@ MLAFORGE_DEVICE void finish_sums(smem_t base, int buffer, int group, int tiles, 
     if (lane_id() < 4) store_shared_f32(sums_at(base, buffer, warp_id()) + 4 * accumulator_column(j), of_warp);
   }
   named_barrier_sync(kPairBarrier, 256);
-  const int r = static_cast<int>(threadIdx.x) & 127;
+  const int r = late(static_cast<int>(threadIdx.x) & 127);
   if (r < kRows) {
     const float reference = load_shared_f32(references_at(base, tiles == 0 ? kNoReference : (tiles - 1) & 1) + 4 * r);
     float total = 0.f;
@@ -486,7 +568,7 @@ MLAFORGE_DEVICE void finish_sums(smem_t base, int buffer, int group, int tiles, 
 #pragma unroll
       for (int warp = 0; warp < 4; ++warp) total += weight * load_shared_f32(sums_at(base, buffer, 4 * g + warp) + 4 * r);
     }
-    store_shared_f32(totals_at(base, group) + 4 * r, total == 0.f ? 0.f : 1.f / total);
+    store_shared_f32(totals_at(base, group) + 4 * r, total == 0.f ? 0.f : load_shared_f32(base + kOffsetUnit) / total);
     if (group == 0 && tile.holds(r)) {
       const float lse = reference + log2_approx(total);
       if (slot < 0) {
@@ -506,13 +588,13 @@ MLAFORGE_DEVICE void store_partial(float* at, const float (&acc)[kUnits][kRows /
     constexpr int c = Index % kUnits;
     constexpr int r = Index / kUnits / 2 * 8 + Index / kUnits % 2;
     constexpr int i = r / 8 * 4 + r % 8;
-    store_global_v2<4 * r * Config::kHeadDimV>(at + Operand<Code>::columns_between(warp_id() * kUnits, c), acc[c][i], acc[c][i + 2]);
+    store_global_v2<4 * r * Config::kHeadDimV>(at + Operand<Code>::columns_between<kUnits>(warp_id() * kUnits, c), acc[c][i], acc[c][i + 2]);
     store_partial<Index + 1>(at, acc);
   }
 }
 
 // This warpgroup's columns of O, times the rows' factors. Leaves nothing of use in acc.
-MLAFORGE_DEVICE void store_values(smem_t base, int group, float unit, const RowTile<Config>& tile, const Output& o,
+MLAFORGE_DEVICE void store_values(smem_t base, int group, const RowTile<Config>& tile, const Output& o,
                                   int request, int slot, float (&acc)[kUnits][kRows / 2]) {
 #pragma unroll
   for (int h = 0; h < kRows / 8; ++h) {
@@ -520,12 +602,11 @@ MLAFORGE_DEVICE void store_values(smem_t base, int group, float unit, const RowT
     load_shared_v2(pair_at(totals_at(base, group), h), factor);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float by = factor[e % 2] * unit;
 #pragma unroll
-      for (int c = 0; c < kUnits; ++c) acc[c][4 * h + e] *= by;
+      for (int c = 0; c < kUnits; ++c) acc[c][4 * h + e] *= factor[e % 2];
     }
   }
-  const int column = Operand<Code>::pair_column(warp_id() * kUnits);
+  const int column = late(Operand<Code>::pair_column(warp_id() * kUnits));
   if (slot < 0) {
 #pragma unroll
     for (int h = 0; h < kRows / 8; ++h) {
@@ -536,36 +617,31 @@ MLAFORGE_DEVICE void store_values(smem_t base, int group, float unit, const RowT
         unsigned char* row = o.row_at(tile, request, r) + 2 * column;
 #pragma unroll
         for (int c = 0; c < kUnits; ++c) {
-          store_global(row + 2 * Operand<Code>::columns_between(warp_id() * kUnits, c),
+          store_global(row + 2 * Operand<Code>::columns_between<kUnits>(warp_id() * kUnits, c),
                        pack2<Element>(acc[c][4 * h + e], acc[c][4 * h + 2 + e]));
         }
       }
     }
   } else {
     // A slot has room for all rows of a tile, so nobody asks which of them there are.
-    float* at = o.partial_out + tile.partial_row(slot, accumulator_column(0)) * Config::kHeadDimV + column;
+    float* at = o.partial_out + tile.partial_row(slot, late(accumulator_column(0))) * Config::kHeadDimV + column;
     store_partial<0>(at, acc);
   }
 }
 
 // ---- Consumers ---------------------------------------------------------------------------------------------------
 
-MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile, const Output& o, WorkWalker<Policy> walk,
-                             float scale_log2, float unit) {
+MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile, const Output& o, float scale_log2) {
   Stage values;  // the tile that is multiplied with P next
-  Ring query{1};
-  Ring own{1};    // this warpgroup's P
-  Ring other{1};  // and the other's
-  int buffer = 0;
+  Turns turns;
   uint32_t a[kOperands][8];
   float acc[kUnits][kRows / 2];
-  WorkItem item;
+  ItemReader reader;
+  Item item;
 #pragma unroll 1
-  while (walk.next(item)) {
-    const int kv_end = tile.border(item.len, tile.hidden(kRows - 1));
-    const int first_border = tile.border(item.len, tile.hidden(0));
-    const int end = needed_end<Config>(item, kv_end);
-    const int tiles = end > item.block_begin ? end - item.block_begin : 0;
+  while (reader.next(base, item)) {
+    const int tiles = item.blocks;
+    const int first_border = tile.border(reader.length(base), tile.hidden(0));
     float sum[kRows / 4];
 #pragma unroll
     for (int j = 0; j < kRows / 4; ++j) sum[j] = 0.f;
@@ -575,62 +651,63 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
       for (int i = 0; i < kRows / 2; ++i) acc[c][i] = 0.f;
     }
     if (tiles > 0) {
-      mbarrier_wait(q_full(base, 0), query.phase());
-      query.advance();
+      mbarrier_wait(q_full(base, 0), turns.of(Turns::kQuery));
+      turns.advance(Turns::kQuery);
       convert_query<Code, kRows, kCodeColumns>(base + kOffsetQ, base + kOffsetUnits);
       fence_proxy_async();
       named_barrier_sync(kPairBarrier, 256);
     }
-    Stage scores = values;  // the tile whose scores this warpgroup makes next
-    if (group == 1) scores.skip_tile();
 #pragma unroll 1
     for (int i = group; tiles > 0; i += 2) {
-      const int token = (item.block_begin + i) * kTokens;
+      const int token = (item.first_block + i) * kTokens;
       float s[kRows / 2];
       TokenScales of;
       if (i < tiles) {
-        issue_codes(base, scores, kv_end - token, of, a, s);
+        Stage scores = values;
+        if (i > 0) scores.skip_tile();
+        issue_codes(base, group, scores, item.kv_end - token, a, s);
       }
       // The product with P of the tile before runs beside the last of these.
       if (i > 0 && i <= tiles) {
-        accumulate<kSteps % kOperands>(base, values, group ^ 1, other, a, acc);
+        accumulate<kSteps % kOperands, Turns::kOtherP>(base, values, group ^ 1, turns, a, acc);
         values.skip_tile();
       }
       if (i >= tiles) break;
       wgmma_wait<0>();
       wgmma_fence_operand(s);
       if (i > 0) release(drained(base, group ^ 1));
-      scale_scores(base, unit, of, s);
+      scale_scores(base, of, s);
 #pragma unroll
       for (int e = 0; e < kRows / 2; ++e) s[e] *= scale_log2;
       if (token + kTokens > first_border) {
+        const int len = reader.length(base);
         int border[kRows / 4];
 #pragma unroll
-        for (int j = 0; j < kRows / 4; ++j) border[j] = tile.border(item.len, tile.hidden(late(accumulator_column(j))));
+        for (int j = 0; j < kRows / 4; ++j) border[j] = tile.border(len, tile.hidden(late(accumulator_column(j))));
         mask_tokens<kRows>(s, token, border);
       }
-      if (kv_end - token < kTokens) clear_behind(base, scores, kv_end - token);
-      mbarrier_wait(drained(base, group), own.phase() ^ 1);
+      if (item.kv_end - token < kTokens) clear_behind(base, values, item.kv_end - token);
+      mbarrier_wait(drained(base, group), turns.of(Turns::kOwnP) ^ 1);
       fill(base, group, i, of, s, sum);
       fence_proxy_async();
       __syncwarp();
       release(filled(base, group));
-      accumulate<0>(base, values, group, own, a, acc);
+      accumulate<0, Turns::kOwnP>(base, values, group, turns, a, acc);
       // The compiler does not follow products from one turn of this loop to the next.
       wgmma_wait<0>();
       release(drained(base, group));
       values.skip_tile();
-      scores.skip_tile();
-      scores.skip_tile();
     }
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
     if (tiles > 0 && (tiles - 1) % 2 != group) release(drained(base, group ^ 1));
     if (tiles > 0) mbarrier_arrive(q_empty(base, 0));
-    finish_sums(base, buffer, group, tiles, tile, o, item.request, item.slot, sum);
-    buffer ^= 1;
-    store_values(base, group, unit, tile, o, item.request, item.slot, acc);
+    const Target target = reader.target(base);
+    finish_sums(base, turns.of(Turns::kSums), group, tiles, tile, o, target.request, target.slot, sum);
+    turns.advance(Turns::kSums);
+    store_values(base, group, tile, o, target.request, target.slot, acc);
+    reader.done(base);
   }
 }
 
@@ -678,6 +755,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < 2; ++i) mbarrier_init(drained(base, i), 8);
     for (int i = 0; i < 1; ++i) mbarrier_init(q_full(base, i), 1);
     for (int i = 0; i < 1; ++i) mbarrier_init(q_empty(base, i), 256);
+    for (int i = 0; i < 4; ++i) mbarrier_init(item_full(base, i), 1);
+    for (int i = 0; i < 4; ++i) mbarrier_init(item_empty(base, i), 320);
     for (int i = 0; i < 1; ++i) mbarrier_init(landed(base, i), 1);
     fence_mbarrier_init();
   }
@@ -685,32 +764,37 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   // The scratch lies in P, which is not in use yet.
   const Schedule<Policy> schedule =
       make_schedule<Policy, kThreads>(lengths, batch, part, static_cast<int>(gridDim.y), base + kOffsetScratch);
-  if (threadIdx.x == 0) schedule.store(base + kOffsetSchedule);
+  if (threadIdx.x == 0) {
+    schedule.store(base + kOffsetSchedule);
+    store_shared_s32(base + kOffsetHidden, tile.hidden(kRows - 1));
+  }
   if (threadIdx.x < kRows) {
     store_shared_f32(references_at(base, kNoReference) + 4 * static_cast<int>(threadIdx.x), -infinity());
   }
   __syncthreads();
 
-  const WorkWalker<Policy> walk(schedule, base + kOffsetSchedule, lengths);
   const Output output{static_cast<unsigned char*>(out), out_stride_b, out_stride_s, out_stride_h, lse, partial_out, partial_lse};
   if (warp >= kTileLoader) {
     give_back_registers<kLoaderRegisters>();
     if (warp == kTileLoader) {
       load_tiles(base, KvSource{kv_map, block_table, table_stride, tile.kv_head, kv_policy(row_tiles)},
-                 tile, walk);
-      __syncwarp();
-      named_barrier_arrive(kSplitsBarrier, kMergeThreads + 32);
+                 tile);
     } else if (warp == kQueryLoader) {
-      load_queries(base, q_map, tile, walk);
+      load_queries(base, q_map, tile);
+    } else if (warp == kWalker && lane_id() == 0) {
+      walk_items(base, WorkWalker<Policy>(schedule, base + kOffsetSchedule, lengths));
     }
   } else {
     take_registers<kConsumerRegisters>();
-    const float unit = Operand<Code>::kUnit * load_global(tensor_scale);
-    consume(base, warp >> 2, tile, output, walk, scale_log2, unit);
-    named_barrier_sync(kSplitsBarrier, kMergeThreads + 32);
+    // The first barrier of both warpgroups is before it is read.
+    if (threadIdx.x == 0) {
+      store_shared_f32(base + kOffsetUnit, Operand<Code>::kUnit * load_global(tensor_scale));
+    }
+    consume(base, warp >> 2, tile, output, scale_log2);
+    // Whoever has read the last item knows what the walker wrote before it.
     // Results are merged in the room of Q, K and P.
     merge_splits<Config, Policy, kPairBarrier, kOffsetReferences>(base + kOffsetSplits, base + kOffsetSchedule, base,
-                                                              landed(base, 0), output, tile, arrivals, part);
+                                                                  landed(base, 0), output, tile, arrivals, part);
   }
 }
 

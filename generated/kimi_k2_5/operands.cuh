@@ -33,7 +33,11 @@ struct Operand<E4m3> {
   static constexpr int kPieces = Units;  // that hold as many neighbouring units
   static MLAFORGE_DEVICE int piece(int unit) { return unit; }
   static MLAFORGE_DEVICE int pair_column(int unit) { return 16 * unit + 2 * (lane_id() >> 2); }
-  static MLAFORGE_DEVICE int columns_between(int, int units) { return 16 * units; }  // of this one and one behind
+  // From this one to one behind, of a warp's `Units`.
+  template <int Units>
+  static MLAFORGE_DEVICE int columns_between(int, int behind) {
+    return 16 * behind;
+  }
 
   // Place 8h + 2q + e of 16.
   static constexpr int column(int place) {
@@ -68,7 +72,10 @@ struct Operand<E2m1> {
   static constexpr int kPieces = (Units + 1) / 2;  // an odd number begins or ends inside of one
   static MLAFORGE_DEVICE int piece(int unit) { return unit / 2; }
   static MLAFORGE_DEVICE int pair_column(int unit) { return 32 * (unit / 2) + 4 * (lane_id() >> 2) + 2 * (unit % 2); }
-  static MLAFORGE_DEVICE int columns_between(int unit, int units) { return pair_column(unit + units) - pair_column(unit); }
+  template <int Units>
+  static MLAFORGE_DEVICE int columns_between(int unit, int behind) {
+    return Units % 2 == 0 ? 32 * (behind / 2) + 2 * (behind % 2) : pair_column(unit + behind) - pair_column(unit);
+  }
 
   // Place 16t + 8h + 2q + e of 32.
   static constexpr int column(int place) {

@@ -312,6 +312,8 @@ def _decode(spec: Spec, target: Target, name: str, schedule: str, rows: int, tok
     )
 
 
+_ITEMS = 4
+"""Items of work that a walker keeps known ahead."""
 _SCALE_STAGES = 4
 """Tiles' scales: few bytes, so that their loads run ahead of the lines'."""
 
@@ -540,7 +542,7 @@ def _skewed(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
 
 
 def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: int, *, shared: bool) -> _Arrangement:
-    items, exchanges = 4, 2
+    items, exchanges = _ITEMS, 2
     # The assembler never puts an accumulator below R24, and 8 registers more must do for what a warpgroup loops over:
     # what doesn't fit in the values' registers is the strip. Narrower O leaves registers for the loaders.
     strip = max(0, spec.d_v - (240 - 24 - 8) * 128 // rows // 32 * 32)
@@ -739,6 +741,8 @@ def _coded_memory(
     regions.make_room(_merge_bytes(rows))
     groups = _groups(spec, row)
     if groups > 1:
+        size = (groups + 1) * tokens * 4
+        regions.place("grades", "kOffsetGrades", size, "float32 that lead from one scale of a token to the next", 2)
         regions.place("shares", "kOffsetShares", groups * tokens * 4, "float32 of a token's largest scale, beside a P", 2)
     regions.place("references", "kOffsetReferences", rows * 4, "float32 beside a P, and of rows without a token", 3)
     regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled, beside a P", 2)
@@ -746,8 +750,10 @@ def _coded_memory(
     regions.place("sums", "kOffsetSums", 8 * rows * 4, "float32, of each warp, by turns", 2)
     regions.place("totals", "kOffsetTotals", rows * 4, "float32 that normalise O, a warpgroup", 2)
     regions.place("units", "kOffsetUnits", rows * 4, "float32 that a row of Q was divided by")
-    regions.place("raised", "kOffsetRaised", 16, "two words: whether a P raised references")
-    regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut")
+    regions.place("items", "kOffsetItems", 32, f"{_ITEMS} items of work", _ITEMS)
+    regions.place("raised", "kOffsetRaised", 8, "whether a P raised references")
+    regions.place("unit", "kOffsetUnit", 8, "float32 that all codes are multiplied with")
+    regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut, and what the mask hides")
     regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
     stages = row.scale_stages
     scales = (
@@ -763,6 +769,8 @@ def _coded_memory(
             Mbarrier("drained", 2, 8, 0, "the 8 warps have multiplied V with it"),
             Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
             Mbarrier("q_empty", 1, 256, 0, "the item is finished with it"),
+            Mbarrier("item_full", _ITEMS, 1, 0, "the walker has written an item"),
+            Mbarrier("item_empty", _ITEMS, 256 + 64, 0, "the other roles are done with it"),
             _LANDED,
         ),
         roles,
@@ -778,17 +786,18 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
     """The same on quantised rows: the ring holds lines of them, and the warpgroups share O by columns of V."""
     row = coded_row(spec, tokens)
     assert row is not None
-    loader, consumer = 40, 232
+    loader, consumer = (40, 232) if rows <= 32 else (24, 240)
     half = spec.d_v // 2
     roles = (
         WarpRole("warpgroup 0", 4, consumer, "every other tile: S^T = K Q^T, softmax; all: half of O^T += V^T P^T"),
         WarpRole("warpgroup 1", 4, consumer, "the tiles between them, and the other half"),
         WarpRole("tile loader", 1, loader, "TMA of K and its scales"),
         WarpRole("query loader", 1, loader, "TMA of Q"),
-        WarpRole("idle", 2, loader, "leave at once; registers are given back by whole warpgroups"),
+        WarpRole("walker", 1, loader, "finds the part's work"),
+        WarpRole("idle", 1, loader, "leaves at once; registers are given back by whole warpgroups"),
     )
-    # O of 64 rows leaves registers for two operands and one sum of products.
-    operands = 4 if rows <= 32 else 2
+    # O of 64 rows leaves registers for two operands and one sum of products, or for one and such as are scaled on the way.
+    operands = 4 if rows <= 32 else 2 if _groups(spec, row) == 1 else 1
     sums = 2 if rows <= 32 and row.rope_lines else 1
     ring = row.lines * stages
     placed, mbarriers = _coded_memory(spec, row, rows, tokens, ring, roles)
@@ -808,6 +817,7 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
             _box_tokens(spec, tokens),
             rope_stages=stages,
             readers=1,
+            items=_ITEMS,
             ring_subtiles=ring,
             operands=operands,
         ),
@@ -816,7 +826,6 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
         named_barriers=(
             NamedBarrier("kGroupBarrier", 1, 2, 128, "a warpgroup among itself"),
             NamedBarrier("kPairBarrier", 3, 1, 256, "both warpgroups, at an item's ends and merging"),
-            NamedBarrier("kSplitsBarrier", 4, 1, 288, "the tile loader has written what the part shares"),
         ),
         roles=roles,
         registers=(
