@@ -70,7 +70,7 @@ static_assert(kRing >= 2 * kLines, "a tile is multiplied with P beside the score
 constexpr int kScaleStages = 4;  // tiles' scales
 constexpr int kScaleBoxBytes = 1024;  // from the scales of one copy's tokens to the next copy's
 
-// ---- Shared memory, bytes from the base (230664 of 232448) ---------------------------------------
+// ---- Shared memory, bytes from the base (230648 of 232448) ---------------------------------------
 constexpr int kOffsetQ = 0;  // 18432: 16 rows x 9 subtiles
 constexpr int kOffsetK = 18432;  // 196608: 24 lines of 64 tokens as they are in the cache
 constexpr int kOffsetP = 215040;  // 4096: probabilities, 16 x 64 a warpgroup
@@ -88,7 +88,7 @@ constexpr int kOffsetRaised = 230016;  // 8: whether a P raised references
 constexpr int kOffsetUnit = 230024;  // 8: float32 that all codes are multiplied with
 constexpr int kOffsetSchedule = 230032;  // 32: how the requests are cut, and what the mask hides
 constexpr int kOffsetSplits = 230064;  // 32: requests that the part shares with others
-constexpr int kOffsetBarriers = 230096;  // 568: mbarriers, in the order of the plan
+constexpr int kOffsetBarriers = 230096;  // 552: mbarriers, in the order of the plan
 constexpr int kOffsetScratch = 215040;  // 152: prefix sums, extremes
 constexpr int kLineBytes = kTokens * 128;
 constexpr int kQSubtileBytes = kRows * 128;
@@ -137,12 +137,11 @@ MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 230288 + 8 * i;
 MLAFORGE_DEVICE smem_t scales_full(smem_t base, int i) { return base + 230480 + 8 * i; }  // 4: the scales of a tile have landed
 MLAFORGE_DEVICE smem_t scales_empty(smem_t base, int i) { return base + 230512 + 8 * i; }  // 4: the 8 warps have read them
 MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 230544 + 8 * i; }  // 2: the 4 warps of a warpgroup have stored P
-MLAFORGE_DEVICE smem_t drained(smem_t base, int i) { return base + 230560 + 8 * i; }  // 2: the 8 warps have multiplied V with it
-MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 230576 + 8 * i; }  // 1: Q has landed
-MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 230584 + 8 * i; }  // 1: the item is finished with it
-MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 230592 + 8 * i; }  // 4: the walker has written an item
-MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 230624 + 8 * i; }  // 4: the other roles are done with it
-MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 230656 + 8 * i; }  // 1: partial results that the part merges have landed
+MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 230560 + 8 * i; }  // 1: Q has landed
+MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 230568 + 8 * i; }  // 1: the item is finished with it
+MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 230576 + 8 * i; }  // 4: the walker has written an item
+MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 230608 + 8 * i; }  // 4: the other roles are done with it
+MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 230640 + 8 * i; }  // 1: partial results that the part merges have landed
 MLAFORGE_DEVICE smem_t scales_at(smem_t base, int stage) {
   return base + kOffsetScales + stage * (kTokens / Config::kBoxTokens * kScaleBoxBytes);
 }
@@ -613,7 +612,7 @@ MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Tur
 // ---- Softmax -----------------------------------------------------------------------------------------------------
 
 // Scores, in the log2 domain, to probabilities in P, whose reference follows that of the tile before.
-MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const TokenScales& of, const float (&s)[kRows / 2],
+MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const Stage& stage, int left, const TokenScales& of, const float (&s)[kRows / 2],
                           float (&sum)[kRows / 4]) {
   const int before = tile == 0 ? kNoReference : group ^ 1;
   const int barrier = kGroupBarrier + group;
@@ -646,8 +645,9 @@ MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const TokenScales& o
       passes = passes || fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]) > reference[e] + kSlack;
     }
   }
-  // Behind this barrier all of the warpgroup have read what is written now.
+  // Behind this barrier all of the warpgroup have read what is written now; and so has the other, when it filled its own P.
   const bool raise = named_barrier_any(barrier, 128, passes);
+  store_shares(base, group, scales_at(base, stage.scales.stage()), left);
   const int thread = static_cast<int>(threadIdx.x) & 127;
   if (raise) {
 #pragma unroll
@@ -841,7 +841,6 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
       if (i >= tiles) break;
       wgmma_wait<0>();
       wgmma_fence_operand(s);
-      if (i > 0) release(drained(base, group ^ 1));
       of = load_token_scales(base, group, scales_at(base, values.scales.stage()), item.kv_end - token);
       if constexpr (kApart) {
         wgmma_fence_operand(rope);
@@ -859,22 +858,18 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
         mask_tokens<kRows>(s, token, border);
       }
       if (item.kv_end - token < kTokens) clear_behind(base, values, item.kv_end - token);
-      mbarrier_wait(drained(base, group), turns.of(Turns::kOwnP) ^ 1);
-      store_shares(base, group, scales_at(base, values.scales.stage()), item.kv_end - token);
-      fill(base, group, i, of, s, sum);
+      fill(base, group, i, values, item.kv_end - token, of, s, sum);
       fence_proxy_async();
       __syncwarp();
       release(filled(base, group));
       accumulate<0, Turns::kOwnP>(base, values, group, turns, a, acc);
       // The compiler does not follow products from one turn of this loop to the next.
       wgmma_wait<0>();
-      release(drained(base, group));
       values.skip_tile();
     }
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
-    if (tiles > 0 && (tiles - 1) % 2 != group) release(drained(base, group ^ 1));
     if (tiles > 0) mbarrier_arrive(q_empty(base, 0));
     const Target target = reader.target(base);
     finish_sums(base, turns.of(Turns::kSums), group, tiles, tile, o, target.request, target.slot, sum);
@@ -928,7 +923,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < 4; ++i) mbarrier_init(scales_full(base, i), 1);
     for (int i = 0; i < 4; ++i) mbarrier_init(scales_empty(base, i), 8);
     for (int i = 0; i < 2; ++i) mbarrier_init(filled(base, i), 4);
-    for (int i = 0; i < 2; ++i) mbarrier_init(drained(base, i), 8);
     for (int i = 0; i < 1; ++i) mbarrier_init(q_full(base, i), 1);
     for (int i = 0; i < 1; ++i) mbarrier_init(q_empty(base, i), 256);
     for (int i = 0; i < 4; ++i) mbarrier_init(item_full(base, i), 1);

@@ -63,7 +63,7 @@ constexpr int kItems = 4;  // of work, known ahead
 constexpr int kRing = 22;  // lines of 64 tokens in shared memory
 static_assert(kRing >= 2 * kLines, "a tile is multiplied with P beside the scores of the next");
 
-// ---- Shared memory, bytes from the base (230056 of 232448) ---------------------------------------
+// ---- Shared memory, bytes from the base (230040 of 232448) ---------------------------------------
 constexpr int kOffsetQ = 0;  // 36864: 32 rows x 9 subtiles
 constexpr int kOffsetK = 36864;  // 180224: 22 lines of 64 tokens as they are in the cache
 constexpr int kOffsetP = 217088;  // 8192: probabilities, 32 x 64 a warpgroup
@@ -78,7 +78,7 @@ constexpr int kOffsetRaised = 229504;  // 8: whether a P raised references
 constexpr int kOffsetUnit = 229512;  // 8: float32 that all codes are multiplied with
 constexpr int kOffsetSchedule = 229520;  // 32: how the requests are cut, and what the mask hides
 constexpr int kOffsetSplits = 229552;  // 32: requests that the part shares with others
-constexpr int kOffsetBarriers = 229584;  // 472: mbarriers, in the order of the plan
+constexpr int kOffsetBarriers = 229584;  // 456: mbarriers, in the order of the plan
 constexpr int kOffsetScratch = 217088;  // 152: prefix sums, extremes
 constexpr int kLineBytes = kTokens * 128;
 constexpr int kQSubtileBytes = kRows * 128;
@@ -118,12 +118,11 @@ constexpr int kNoReference = 2;  // the number of references without a token
 MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 229584 + 8 * i; }  // 22: a line of the tokens' rows has landed
 MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 229760 + 8 * i; }  // 22: the 8 warps have finished with it
 MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 229936 + 8 * i; }  // 2: the 4 warps of a warpgroup have stored P
-MLAFORGE_DEVICE smem_t drained(smem_t base, int i) { return base + 229952 + 8 * i; }  // 2: the 8 warps have multiplied V with it
-MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 229968 + 8 * i; }  // 1: Q has landed
-MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 229976 + 8 * i; }  // 1: the item is finished with it
-MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 229984 + 8 * i; }  // 4: the walker has written an item
-MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 230016 + 8 * i; }  // 4: the other roles are done with it
-MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 230048 + 8 * i; }  // 1: partial results that the part merges have landed
+MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 229952 + 8 * i; }  // 1: Q has landed
+MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 229960 + 8 * i; }  // 1: the item is finished with it
+MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 229968 + 8 * i; }  // 4: the walker has written an item
+MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 230000 + 8 * i; }  // 4: the other roles are done with it
+MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 230032 + 8 * i; }  // 1: partial results that the part merges have landed
 
 // ---- Work --------------------------------------------------------------------------------------------------------
 
@@ -490,7 +489,7 @@ MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const TokenScales& o
       passes = passes || fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]) > reference[e] + kSlack;
     }
   }
-  // Behind this barrier all of the warpgroup have read what is written now.
+  // Behind this barrier all of the warpgroup have read what is written now; and so has the other, when it filled its own P.
   const bool raise = named_barrier_any(barrier, 128, passes);
   const int thread = static_cast<int>(threadIdx.x) & 127;
   if (raise) {
@@ -675,7 +674,6 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
       if (i >= tiles) break;
       wgmma_wait<0>();
       wgmma_fence_operand(s);
-      if (i > 0) release(drained(base, group ^ 1));
       scale_scores(base, of, s);
 #pragma unroll
       for (int e = 0; e < kRows / 2; ++e) s[e] *= scale_log2;
@@ -687,7 +685,6 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
         mask_tokens<kRows>(s, token, border);
       }
       if (item.kv_end - token < kTokens) clear_behind(base, values, item.kv_end - token);
-      mbarrier_wait(drained(base, group), turns.of(Turns::kOwnP) ^ 1);
       fill(base, group, i, of, s, sum);
       fence_proxy_async();
       __syncwarp();
@@ -695,13 +692,11 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
       accumulate<0, Turns::kOwnP>(base, values, group, turns, a, acc);
       // The compiler does not follow products from one turn of this loop to the next.
       wgmma_wait<0>();
-      release(drained(base, group));
       values.skip_tile();
     }
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
-    if (tiles > 0 && (tiles - 1) % 2 != group) release(drained(base, group ^ 1));
     if (tiles > 0) mbarrier_arrive(q_empty(base, 0));
     const Target target = reader.target(base);
     finish_sums(base, turns.of(Turns::kSums), group, tiles, tile, o, target.request, target.slot, sum);
@@ -752,7 +747,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < 22; ++i) mbarrier_init(full(base, i), 1);
     for (int i = 0; i < 22; ++i) mbarrier_init(empty(base, i), 8);
     for (int i = 0; i < 2; ++i) mbarrier_init(filled(base, i), 4);
-    for (int i = 0; i < 2; ++i) mbarrier_init(drained(base, i), 8);
     for (int i = 0; i < 1; ++i) mbarrier_init(q_full(base, i), 1);
     for (int i = 0; i < 1; ++i) mbarrier_init(q_empty(base, i), 256);
     for (int i = 0; i < 4; ++i) mbarrier_init(item_full(base, i), 1);

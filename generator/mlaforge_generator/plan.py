@@ -766,7 +766,6 @@ def _coded_memory(
             Mbarrier("empty", ring, 8, 0, "the 8 warps have finished with it"),
             *(scales if row.scale_bytes else ()),
             Mbarrier("filled", 2, 4, 0, "the 4 warps of a warpgroup have stored P"),
-            Mbarrier("drained", 2, 8, 0, "the 8 warps have multiplied V with it"),
             Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
             Mbarrier("q_empty", 1, 256, 0, "the item is finished with it"),
             Mbarrier("item_full", _ITEMS, 1, 0, "the walker has written an item"),
