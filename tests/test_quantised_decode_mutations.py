@@ -35,7 +35,6 @@ MUTATIONS = (
     Mutation("scores on the way to another scale", "ratio(unit, next)", "ratio(next, unit)", f"{WRONG}|lse: "),
     Mutation("scores by the first scale", "store_shared_f32(grade_at(base, group, kLastUnit) + 4 * token, unit);", "store_shared_f32(grade_at(base, group, kLastUnit) + 4 * token, load_scale(scales, left, token, 0));", f"{WRONG}|lse: "),
     Mutation("V without its group's scale", "now[at + e] = multiply2(now[at + e], factor[e / 2]);", "", WRONG),
-    Mutation("shares of V while others read them", "named_barrier_any(barrier, 128, passes)", "(store_shares(base, group, scales_at(base, stage.scales.stage()), left), named_barrier_any(barrier, 128, passes))", RACE),
     Mutation("probabilities without their token's scale", "pack2<Fp16>(p[0] * of.token[i / 2 % 2], p[1] * of.token[i / 2 % 2])", "pack2<Fp16>(p[0], p[1])", WRONG),
     Mutation("scores without Q's unit", "row[e % 2] * unit", "unit", f"{WRONG}|lse: "),
     Mutation("the rotary part is left out", "s[e] += rope[e];", "", f"{WRONG}|lse: "),
@@ -85,9 +84,7 @@ def wide_mutants(tmp_path_factory: pytest.TempPathFactory) -> Mutants:
     return Mutants.made(folder, WIDE_MUTATIONS, tmp_path_factory)
 
 
-@pytest.mark.parametrize(
-    "number", range(len(WIDE_MUTATIONS)), ids=lambda i: WIDE_MUTATIONS[i].name.replace(" ", "-")
-)
+@pytest.mark.parametrize("number", range(len(WIDE_MUTATIONS)), ids=lambda i: WIDE_MUTATIONS[i].name.replace(" ", "-"))
 def test_every_mutation_of_wide_tiles_is_caught(
     number: int, wide_mutants: Mutants, monkeypatch: pytest.MonkeyPatch
 ) -> None:

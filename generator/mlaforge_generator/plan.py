@@ -743,7 +743,7 @@ def _coded_memory(
     if groups > 1:
         size = (groups + 1) * tokens * 4
         regions.place("grades", "kOffsetGrades", size, "float32 that lead from one scale of a token to the next", 2)
-        regions.place("shares", "kOffsetShares", groups * tokens * 4, "float32 of a token's largest scale, beside a P", 2)
+        regions.place("shares", "kOffsetShares", groups * tokens * 4, "scales of the token's largest, beside a P", 2)
     regions.place("references", "kOffsetReferences", rows * 4, "float32 beside a P, and of rows without a token", 3)
     regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled, beside a P", 2)
     regions.place("maxima", "kOffsetMaxima", 4 * rows * 4, "float32, of each warp, a warpgroup", 2)
@@ -795,7 +795,7 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
         WarpRole("walker", 1, loader, "finds the part's work"),
         WarpRole("idle", 1, loader, "leaves at once; registers are given back by whole warpgroups"),
     )
-    # O of 64 rows leaves registers for two operands and one sum of products, or for one and such as are scaled on the way.
+    # O of 64 rows leaves registers for two operands and one sum of products; for one operand if the sum is scaled on the way.
     operands = 4 if rows <= 32 else 2 if _groups(spec, row) == 1 else 1
     sums = 2 if rows <= 32 and row.rope_lines else 1
     ring = row.lines * stages
@@ -830,9 +830,7 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
         registers=(
             RegisterUse("warpgroup 0", f"O, {half} x {rows} float32", rows * half // 128),
             RegisterUse("warpgroup 0", f"S, {tokens} x {rows} float32: {sums} sums", sums * rows * tokens // 128),
-            RegisterUse(
-                "warpgroup 0", f"K or V, {operands} x {tokens} x {SUBTILE_COLUMNS // 2} fp16", operands * LINE * tokens // 1024
-            ),
+            RegisterUse("warpgroup 0", f"K or V, {operands} x {tokens} x 32 fp16", operands * tokens // 8),
             RegisterUse("warpgroup 0", "sums of rows", rows // 4),
             RegisterUse("warpgroup 0", "addresses, loops, work", 24),
         ),
@@ -862,9 +860,12 @@ def tile_rows(spec: Spec, schedule: str) -> tuple[int, ...]:
     return TILE_ROWS[schedule] if spec.layout is None else CODED_TILE_ROWS
 
 
+_MIN_STAGES = {"plain": 2, "skewed": 2, "swapped": 1}
+"""With one stage the scores of a tile would wait for room that only the products with the tile before give back."""
+
+
 def _min_stages(spec: Spec, schedule: str) -> int:
-    """Give the fewest: with one, scores would wait for room that only the products with the tile before give back."""
-    return 1 if schedule == "swapped" and spec.layout is None else 2
+    return _MIN_STAGES[schedule] if spec.layout is None else 2
 
 
 def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *, at_most: bool = False) -> int | None:
