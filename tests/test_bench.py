@@ -174,7 +174,6 @@ class Ours:
         d_v=512,
         softmax_scale=SCALE,
         element="bf16",
-        decodes=("decode",),
         cache=SimpleNamespace(dtype="bf16", page_size=PAGE, row_bytes=1152, quantised=False, tensor_scale=False),
         model={"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     )
