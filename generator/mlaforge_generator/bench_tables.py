@@ -223,7 +223,7 @@ def _memory(entries: Sequence[Mapping[str, Any]], ours: str) -> Table:
         "Kernels that move data: time of a call, L2 overwritten before each",
         ("kernel", "tokens>", "MB>", "us>", "quartiles>", "GB/s>", "copy GB/s>", "of copy>"),
         rows,
-        caption="MB: read and written together; copy: torch's, of as many bytes on the device",
+        caption="MB: read and written together; copy: of as many bytes, by a kernel of torch",
     )
 
 

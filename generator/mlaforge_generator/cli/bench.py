@@ -89,7 +89,8 @@ def bench(
 
     Ours and each peer that can be imported run on the same tensors in turn. burst and small: decode, medians of
     separate calls, each a replayed graph on a cold L2; prefill, and memory (gather, append and merge beside a copy of
-    as many bytes): the same. sustained: decode, seconds of calls back to back, with watts, clock and energy.
+    as many bytes by a kernel of torch): the same. sustained: decode, seconds of calls back to back, with watts, clock
+    and energy.
     The peers of decode: flashmla, flashmla_vllm, fa3_vllm, flashinfer, triton_vllm, triton_sglang, torch; of prefill:
     fa3, fa3_vllm, fa3_fwd, flashinfer, torch.
     """

@@ -44,7 +44,7 @@ from mlaforge.verify import Decoder
 FORMAT = 1
 OURS = "mlaforge"
 COPY = "copy"
-"""What a kernel that moves data is compared with: torch's copy of as many bytes."""
+"""What a kernel that moves data is compared with: a copy of as many bytes by one of torch's."""
 COSINE_TOLERANCE = 1e-4
 """Two bf16 kernels differ by about 1e-6; a wrong page or a wrong scale gives more than 1e-2."""
 
