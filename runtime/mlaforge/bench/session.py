@@ -20,6 +20,7 @@ import torch
 
 from mlaforge import __version__
 from mlaforge.bench.cases import (
+    ELEMENT_BYTES,
     MEMORY,
     PREFILL,
     Case,
@@ -30,7 +31,7 @@ from mlaforge.bench.cases import (
     affordable_repeats,
     geometric_mean,
 )
-from mlaforge.bench.inputs import Cached, make_cache, make_problem, our_call
+from mlaforge.bench.inputs import Cached, OurBf16, make_cache, make_problem, our_call
 from mlaforge.bench.machine import GEMM_FLOPS, EnergyTable, Machine, energy_json, measure_energy
 from mlaforge.bench.memory import copy_call, memory_call
 from mlaforge.bench.peers import PEERS, Peer, PeerError, Problem, ProblemT, Run, one_line
@@ -45,8 +46,8 @@ FORMAT = 1
 OURS = "mlaforge"
 COPY = "copy"
 """What a kernel that moves data is compared with: a copy of as many bytes by one of torch's."""
-COSINE_TOLERANCE = 1e-4
-"""Two bf16 kernels differ by about 1e-6; a wrong page or a wrong scale gives more than 1e-2."""
+BF16 = OurBf16.name
+"""Our own decode of a bf16 cache: no peer when it comes to the best of them."""
 
 _LEAST_SECONDS = 0.7
 _BIG_STREAM = 4 << 30
@@ -112,6 +113,7 @@ class Session:
         report: Callable[[str], None] = lambda line: None,
         advance: Callable[[str], None] = lambda what: None,
         save: Save = lambda result: None,
+        bf16: Decoder | None = None,
     ) -> None:
         """Prepare a run.
 
@@ -126,11 +128,13 @@ class Session:
             report: gets lines of text as results come.
             advance: is told before each step what it is; there are `steps` of them.
             save: gets the result after each case.
+            bf16: of a quantised cache, our kernels of the same dimensions with one of bf16, to be timed beside.
         """
         self.mla, self.device, self.options = mla, device, options
         self.machine, self.meter, self.predict = machine, meter, predict
         self._report, self._advance, self._save = report, advance, save
         self._start = time.perf_counter()
+        self._bf16 = bf16
         self._peers: dict[str, Peer[Problem]] = {}
         self._prefill_peers: dict[str, Peer[PrefillProblem]] = {}
         self.energy: EnergyTable | None = None
@@ -240,20 +244,19 @@ class Session:
 
     def _load_peers(self) -> None:
         """Import those of the kernels that are measured."""
+        chosen = self.options.peers
         if self.options.suites:
-            self._peers = self._load(PEERS, self.result["peers"], "")
+            peers: list[Peer[Problem]] = [] if self._bf16 is None else [OurBf16(self._bf16)]
+            peers += [PEERS[name]() for name in chosen if name in PEERS]
+            self._peers = self._load(peers, self.result["peers"], "")
         if self.options.prefill:
-            self._prefill_peers = self._load(PREFILL_PEERS, self.result["prefill_peers"], "prefill, ")
+            others = [PREFILL_PEERS[name]() for name in chosen if name in PREFILL_PEERS]
+            self._prefill_peers = self._load(others, self.result["prefill_peers"], "prefill, ")
         self._keep()
 
-    def _load(
-        self, kinds: Mapping[str, type[Peer[ProblemT]]], entries: dict[str, Any], kind: str
-    ) -> dict[str, Peer[ProblemT]]:
+    def _load(self, peers: Sequence[Peer[ProblemT]], entries: dict[str, Any], kind: str) -> dict[str, Peer[ProblemT]]:
         found = {}
-        for name in self.options.peers:
-            if name not in kinds:
-                continue
-            peer = kinds[name]()
+        for peer in peers:
             entry: dict[str, Any] = {"title": peer.title, "state": "ready", "reason": None, "version": None}
             try:
                 peer.load()
@@ -261,9 +264,9 @@ class Session:
                 entry |= {"state": "missing", "reason": str(error)}
             else:
                 entry["version"] = peer.version()
-                found[name] = peer
-            entries[name] = entry
-            self._report(f"{kind}{name}: {entry['reason'] or 'found'}")
+                found[peer.name] = peer
+            entries[peer.name] = entry
+            self._report(f"{kind}{peer.name}: {entry['reason'] or 'found'}")
         return found
 
     # ---- Ceilings ----------------------------------------------------------------------------------------------------
@@ -381,7 +384,7 @@ class Session:
             for kind, run, launch in kinds:
                 timed = self.device.prepare(run, launch)
                 cosine, largest = difference(self.device.result(timed), want)
-                if timed.launch == "graph" and not cosine < COSINE_TOLERANCE:
+                if timed.launch == "graph" and not cosine < peer.cosine_tolerance:
                     # Work on a stream of the peer's own is not captured; launched plainly it may be right.
                     timed = dataclasses.replace(self.device.prepare(run, "launches"), why="a captured graph is wrong")
                     cosine, largest = difference(self.device.result(timed), want)
@@ -392,7 +395,7 @@ class Session:
                 }
                 if timed.why and timed.launch == "launches":
                     said["note"] = "; ".join(filter(None, (said["note"], timed.why)))
-                if not cosine < COSINE_TOLERANCE:
+                if not cosine < peer.cosine_tolerance:
                     said[f"reason{suffix}"] = f"its result is not ours: 1 - cos {cosine:.1e}, largest {largest:.1e}"
                     break
                 calls[kind] = timed
@@ -420,16 +423,18 @@ class Session:
         sleep(self.options.rest)
         samples_anew = self.device.time(anew, repeats)
         entry["repeats"] = repeats
-        manifest = self.mla.manifest
         for name, times in samples.items():
             stats = Stats.of(times)
-            entry["kernels"][name] |= {
-                "us": dataclasses.asdict(stats),
-                "TFLOPs": case.flops(manifest.d_qk, manifest.d_v) / stats.median / 1e6,
-                "GBps": case.bytes(manifest.d_qk, manifest.d_v, manifest.cache.row_bytes) / stats.median / 1e3,
-            }
+            entry["kernels"][name] |= {"us": dataclasses.asdict(stats), **self._rates(name, case, stats.median)}
         for name, times in samples_anew.items():
             entry["kernels"][name]["us_anew"] = dataclasses.asdict(Stats.of(times))
+
+    def _rates(self, name: str, case: Case, us: float) -> dict[str, float]:
+        """Give the work and the traffic of a call over its time."""
+        manifest = self.mla.manifest
+        widths = manifest.d_qk, manifest.d_v
+        row_bytes = ELEMENT_BYTES * manifest.d_qk if name == BF16 else manifest.cache.row_bytes
+        return {"TFLOPs": case.flops(*widths) / us / 1e6, "GBps": case.bytes(*widths, row_bytes) / us / 1e3}
 
     def _affordable_repeats(self, round_seconds: float, overhead: float) -> int:
         budget = self.options.budget
@@ -453,15 +458,13 @@ class Session:
 
     def _sustained(self, entry: dict[str, Any], case: Case, ready: Mapping[str, Timed]) -> None:
         """Run each call for seconds."""
-        manifest = self.mla.manifest
         for number, (name, timed) in enumerate(ready.items()):
             seconds, heat = self._affordable_seconds(len(ready) - number, len(ready))
             held = sustain(self.device, timed, self.meter, seconds=seconds, heat=heat)
             joules = held.joules_per_call
             entry["kernels"][name] |= {
                 **_sustained_json(held),
-                "TFLOPs": case.flops(manifest.d_qk, manifest.d_v) / held.us / 1e6,
-                "GBps": case.bytes(manifest.d_qk, manifest.d_v, manifest.cache.row_bytes) / held.us / 1e3,
+                **self._rates(name, case, held.us),
                 "nJ_per_token": None if joules is None else 1e9 * joules / case.tokens,
             }
 
@@ -475,7 +478,7 @@ class Session:
         return max(seconds * share, _LEAST_SECONDS), max(heat * share, 0.3)
 
     def _compared(self, entry: Mapping[str, Any], case: Case, mode: str) -> dict[str, Any]:
-        """Compare ours with the best peer and with the ceiling."""
+        """Compare ours with the others, the best peer and the ceiling."""
         kernels: Mapping[str, Any] = entry["kernels"]
         made: dict[str, Any] = {}
         for key, suffix in (("us", ""), ("us_anew", "_anew")) if mode == "burst" else (("us", ""),):
@@ -486,9 +489,12 @@ class Session:
             }
             best, ratio = _against_best(times)
             made |= {f"best_peer{suffix}": best, f"ratio{suffix}": ratio}
+            if key == "us":
+                made["ratios"] = _against_each(times)
         if mode == "sustained":
             spent = {name: each["nJ_per_token"] for name, each in kernels.items() if each.get("nJ_per_token")}
             mine = spent.pop(OURS, None)
+            spent.pop(BF16, None)
             made["energy_ratio"] = mine / min(spent.values()) if mine and spent else None
         ceilings = self.result["ceilings"]
         if ceilings and mode == "burst":
@@ -527,6 +533,7 @@ class Session:
             "kernels": kernels,
             "best_peer": best,
             "ratio": ratio,
+            "ratios": _against_each(medians),
             "ratio_fa3": ratio_fa3,
             "of_gemm": kernels[OURS]["TFLOPs"] / gemm["TFLOPs"] if gemm else None,
         }
@@ -579,9 +586,14 @@ def _with_nan(made: torch.Tensor) -> str | None:
 
 
 def _against_best(times: Mapping[str, float]) -> tuple[str | None, float | None]:
-    """Give the fastest kernel besides ours, and its time over ours; None if there is no other."""
-    best = min((name for name in times if name != OURS), key=lambda name: times[name], default=None)
+    """Give the fastest peer, and its time over ours; None if there is no other."""
+    best = min((name for name in times if name not in (OURS, BF16)), key=lambda name: times[name], default=None)
     return best, None if best is None else times[best] / times[OURS]
+
+
+def _against_each(times: Mapping[str, float]) -> dict[str, float]:
+    """Give the time of each other kernel over ours."""
+    return {name: us / times[OURS] for name, us in times.items() if name != OURS}
 
 
 class _Fatal:
@@ -736,7 +748,7 @@ def describe_other(suite: str, case: str, entry: Mapping[str, Any]) -> Iterator[
 
 
 def summarise(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Give geometric means of the ratios to the best peer of each point, and who won where.
+    """Give geometric means of the ratios to the best peer of each point and to each kernel, and who won where.
 
     Those of decode are by suite and rows, that of prefill is over all its cases; `memory` has shares of a copy's rate.
     """
@@ -776,4 +788,7 @@ def _group_summary(entries: Sequence[Mapping[str, Any]], mode: str) -> dict[str,
         "wins": sum(ratio >= 1 for ratio in ratios),
         "losses": sum(ratio < 1 for ratio in ratios),
     }
-    return made | {key: geometric_mean(values(key)) for key in _MEANS[mode]}
+    made |= {key: geometric_mean(values(key)) for key in _MEANS[mode]}
+    names = dict.fromkeys(name for entry in entries for name in entry["ratios"])
+    each = {name: [entry["ratios"][name] for entry in entries if name in entry["ratios"]] for name in names}
+    return made | {"ratios": {name: geometric_mean(of_kernel) for name, of_kernel in each.items()}}
