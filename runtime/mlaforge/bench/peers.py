@@ -80,23 +80,23 @@ class Problem:
         return flat[..., : self.d_v].contiguous(), flat[..., self.d_v :].contiguous()
 
     def in_bf16(self) -> Problem:
-        """Give the same call on a cache of bf16 elements: what the rows of this one stand for, rounded.
+        """Give the same call on a cache of bf16 elements: what the rows of a quantised one stand for, rounded."""
+        return dataclasses.replace(self, kv_cache=self.elements(torch.bfloat16), tensor_scale=None, format=None)
 
-        Raises:
-            ValueError: the cache is not quantised.
-        """
+    def elements(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Give the cache as it is if it has elements, else what its rows stand for: (pages, page_size, d_qk)."""
         if self.format is None:
-            raise ValueError("the cache has elements already")
+            return self.kv_cache
         form, rank = FORMATS[self.format], self.d_v
         scale = None if self.tensor_scale is None else float(self.tensor_scale)
         pages, page, _ = self.kv_cache.shape
-        cache = self.q.new_empty((pages, page, self.d_qk), dtype=torch.bfloat16)
+        cache = self.q.new_empty((pages, page, self.d_qk), dtype=dtype)
         # In pieces: the reference takes many times their memory.
         for first in range(0, pages, _CHUNK):
             rows = self.kv_cache[first : first + _CHUNK]
-            parts = form.dequantise(rows, rank, self.d_qk - rank, scale, torch.bfloat16)
+            parts = form.dequantise(rows, rank, self.d_qk - rank, scale, dtype)
             cache[first : first + _CHUNK] = torch.cat(parts, -1)
-        return dataclasses.replace(self, kv_cache=cache, tensor_scale=None, format=None)
+        return cache
 
     def shaped(self, out: torch.Tensor) -> torch.Tensor:
         """Give a result of another shape as (b, s_q, h, d_v)."""

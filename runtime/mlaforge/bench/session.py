@@ -411,18 +411,8 @@ class Session:
         self, entry: dict[str, Any], case: Case, ready: dict[str, Timed], anew: dict[str, Timed], begun: float
     ) -> None:
         """Time all calls in turn, then the same with planning in them."""
-        # One untimed round brings the clock up, and says how long a round takes.
-        start = time.perf_counter()
-        self.device.time(ready, 1)
-        self.device.time(anew, 1)
-        round_seconds = time.perf_counter() - start
-        repeats = self._affordable_repeats(round_seconds, start - begun)
-        sleep(self.options.rest)
-        self.device.time(ready, 1)
-        samples = self.device.time(ready, repeats)
-        sleep(self.options.rest)
-        samples_anew = self.device.time(anew, repeats)
-        entry["repeats"] = repeats
+        samples, samples_anew = self._time([ready, anew], begun)
+        entry["repeats"] = len(samples[OURS])
         for name, times in samples.items():
             stats = Stats.of(times)
             entry["kernels"][name] |= {"us": dataclasses.asdict(stats), **self._rates(name, case, stats.median)}
@@ -435,22 +425,6 @@ class Session:
         widths = manifest.d_qk, manifest.d_v
         row_bytes = ELEMENT_BYTES * manifest.d_qk if name == BF16 else manifest.cache.row_bytes
         return {"TFLOPs": case.flops(*widths) / us / 1e6, "GBps": case.bytes(*widths, row_bytes) / us / 1e3}
-
-    def _affordable_repeats(self, round_seconds: float, overhead: float) -> int:
-        budget = self.options.budget
-        if budget is None:
-            return self.options.repeats
-        repeats = affordable_repeats(
-            self.options.repeats,
-            budget - (time.perf_counter() - self._start),
-            self._cases_left(),
-            round_seconds=round_seconds,
-            overhead=overhead,
-            rest=2 * self.options.rest,
-        )
-        if repeats < self.options.repeats:
-            self._report(f"  {repeats} instead of {self.options.repeats} repeats, to keep the budget")
-        return repeats
 
     def _cases_left(self) -> int:
         done = sum(len(self.result[kind]) for kind in ("burst", "sustained", PREFILL, MEMORY))
@@ -564,21 +538,24 @@ class Session:
         self, ready: Mapping[str, Timed], kernels: Mapping[str, dict[str, Any]], begun: float
     ) -> dict[str, float]:
         """Time the calls of a case and note their statistics; gives their medians."""
+        (samples,) = self._time([ready], begun)
+        stats = {name: Stats.of(times) for name, times in samples.items()}
+        for name, each in stats.items():
+            kernels[name]["us"] = dataclasses.asdict(each)
+        return {name: each.median for name, each in stats.items()}
+
+    def _time(self, groups: Sequence[Mapping[str, Timed]], begun: float) -> list[dict[str, list[float]]]:
         options = self.options
-        samples = time_in_turn(
+        return time_in_turn(
             self.device,
-            ready,
+            groups,
             options.repeats,
             begun=begun,
             deadline=None if options.budget is None else self._start + options.budget,
             cases_left=self._cases_left(),
             rest=options.rest,
-            report=self._report,
+            report=lambda line: self._report(f"  {line}"),
         )
-        stats = {name: Stats.of(times) for name, times in samples.items()}
-        for name, each in stats.items():
-            kernels[name]["us"] = dataclasses.asdict(each)
-        return {name: each.median for name, each in stats.items()}
 
 
 def _with_nan(made: torch.Tensor) -> str | None:
@@ -615,7 +592,7 @@ class _Fatal:
 
 def time_in_turn(
     device: Device,
-    calls: Mapping[str, Timed],
+    groups: Sequence[Mapping[str, Timed]],
     repeats: int,
     *,
     begun: float,
@@ -623,41 +600,51 @@ def time_in_turn(
     cases_left: int,
     rest: float,
     report: Callable[[str], None],
-) -> dict[str, list[float]]:
-    """Time calls in turn; one untimed round brings the clock up, and says how long a round takes.
+) -> list[dict[str, list[float]]]:
+    """Time the calls of each group in turn; an untimed round of all brings the clock up, and says how long it takes.
 
     Args:
         device: where they run.
-        calls: ready to be timed.
+        groups: calls that are ready to be timed; one group after the other, each after a rest and an untimed round.
         repeats: rounds, fewer if the deadline asks for it.
         begun: when the case began by `time.perf_counter`.
         deadline: when the whole run should end; None if there is no hurry.
         cases_left: this one among them.
-        rest: seconds without work before the rounds that count.
+        rest: seconds without work before the rounds of a group.
         report: is told if there are fewer rounds.
 
     Returns:
-        Of each call its times, microseconds.
+        Of each group the times of each call, microseconds.
 
     Raises:
         BenchError: a call can't be timed.
     """
     try:
         start = time.perf_counter()
-        device.time(calls, 1)
+        for calls in groups:
+            device.time(calls, 1)
         wanted = repeats
         if deadline is not None:
             now = time.perf_counter()
             repeats = affordable_repeats(
-                wanted, deadline - now, cases_left, round_seconds=now - start, overhead=start - begun, rest=rest
+                wanted,
+                deadline - now,
+                cases_left,
+                round_seconds=now - start,
+                overhead=start - begun,
+                rest=len(groups) * rest,
             )
             if repeats < wanted:
                 report(f"{repeats} instead of {wanted} repeats, to keep the budget")
-        sleep(rest)
-        device.time(calls, 1)
-        return device.time(calls, repeats)
+        made = []
+        for calls in groups:
+            sleep(rest)
+            device.time(calls, 1)
+            made.append(device.time(calls, repeats))
     except Exception as error:
-        raise BenchError(f"timing {', '.join(calls)}: {one_line(error)}") from error
+        names = dict.fromkeys(name for calls in groups for name in calls)
+        raise BenchError(f"timing {', '.join(names)}: {one_line(error)}") from error
+    return made
 
 
 def is_fatal(error: BaseException) -> bool:

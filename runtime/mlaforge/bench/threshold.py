@@ -256,9 +256,9 @@ class ThresholdTuning:
             self._fail(point, f"the two results differ by {before:.2g} of a token's, allowed {MOST_DIFFERENCE:g}")
             return
         options = self.options
-        samples = time_in_turn(
+        (samples,) = time_in_turn(
             self.device,
-            calls,
+            [calls],
             options.repeats,
             begun=begun,
             deadline=None if options.budget is None else self._start + options.budget,

@@ -232,7 +232,7 @@ class Tuning:
         problem = make_problem(manifest, case, cached, self.options.seed)
         want = decode_reference(
             problem.q,
-            problem.kv_cache,
+            problem.elements(),
             problem.block_table,
             problem.cache_seqlens,
             d_v=problem.d_v,
@@ -294,9 +294,9 @@ class Tuning:
 
     def _time(self, calls: Mapping[str, Timed], begun: float) -> dict[str, list[float]]:
         options = self.options
-        return time_in_turn(
+        (samples,) = time_in_turn(
             self.device,
-            calls,
+            [calls],
             options.repeats,
             begun=begun,
             deadline=None if options.budget is None else self._start + options.budget,
@@ -304,6 +304,7 @@ class Tuning:
             rest=options.rest,
             report=self._report,
         )
+        return samples
 
 
 def _as_problem(case: Case) -> Problem:
