@@ -147,6 +147,9 @@ class FakeDevice:
                 samples[name].append(1e6 * (time.perf_counter() - begin))
         return samples
 
+    def unfinished(self) -> str | None:
+        return None
+
     def stream(self, timed: Timed) -> FakeStream:
         return FakeStream(timed)
 

@@ -37,7 +37,7 @@ from mlaforge.bench.memory import copy_call, memory_call
 from mlaforge.bench.peers import PEERS, Peer, PeerError, Problem, ProblemT, Run, one_line
 from mlaforge.bench.power import Meter, Sustained, sustain
 from mlaforge.bench.prefill import FA3_NAMES, PREFILL_PEERS, Prefiller, PrefillProblem, make_prefill, prefill_call
-from mlaforge.bench.timing import Device, Launch, Timed, sleep
+from mlaforge.bench.timing import Device, Launch, Timed, Timing, sleep
 from mlaforge.memory_verify import MemoryKernelsOf
 from mlaforge.reference import cosine_difference
 from mlaforge.verify import Decoder
@@ -591,7 +591,7 @@ class _Fatal:
 
 
 def time_in_turn(
-    device: Device,
+    device: Timing,
     groups: Sequence[Mapping[str, Timed]],
     repeats: int,
     *,
