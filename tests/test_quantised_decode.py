@@ -200,7 +200,9 @@ def test_arguments() -> None:
     with pytest.raises(ValueError, match=r"kv_cache has shape .* rows of fp8_e4m3"):
         mla.decode(call[0], call[1][..., :512], *call[2:], tensor_scale=inputs.tensor_scale)
     odd = torch.zeros(2, 64, 1, 584, dtype=torch.uint8)[..., :576]
-    with pytest.raises(ValueError, match="kv_cache has a stride of 584 B in dimension 1; TMA needs a multiple of 16 B"):
+    with pytest.raises(
+        ValueError, match="kv_cache has a stride of 584 B in dimension 1; it must be a multiple of 16 B"
+    ):
         mla.decode(call[0], odd, *call[2:], tensor_scale=inputs.tensor_scale)
     with pytest.raises(ValueError, match=r"q has dtype torch.float16; it must be torch.bfloat16"):
         mla.decode(call[0].half(), *call[1:], tensor_scale=inputs.tensor_scale)

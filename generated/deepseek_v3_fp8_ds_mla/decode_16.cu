@@ -84,8 +84,7 @@ constexpr int kOffsetSums = 228672;  // 1024: float32, of each warp, by turns
 constexpr int kOffsetTotals = 229696;  // 128: float32 that normalise O, a warpgroup
 constexpr int kOffsetUnits = 229824;  // 64: float32 that a row of Q was divided by
 constexpr int kOffsetItems = 229888;  // 128: 4 items of work
-constexpr int kOffsetRaised = 230016;  // 8: whether a P raised references
-constexpr int kOffsetUnit = 230024;  // 8: float32 that all codes are multiplied with
+constexpr int kOffsetRaised = 230016;  // 16: whether a P raised references; what all codes are multiplied with
 constexpr int kOffsetSchedule = 230032;  // 32: how the requests are cut, and what the mask hides
 constexpr int kOffsetSplits = 230064;  // 32: requests that the part shares with others
 constexpr int kOffsetBarriers = 230096;  // 552: mbarriers, in the order of the plan
@@ -123,6 +122,7 @@ MLAFORGE_DEVICE smem_t p_at(smem_t base, int buffer) { return base + kOffsetP + 
 MLAFORGE_DEVICE smem_t references_at(smem_t base, int buffer) { return base + kOffsetReferences + buffer * (4 * kRows); }
 MLAFORGE_DEVICE smem_t factors_at(smem_t base, int buffer) { return base + kOffsetFactors + buffer * (4 * kRows); }
 MLAFORGE_DEVICE smem_t raised_at(smem_t base, int buffer) { return base + kOffsetRaised + 4 * buffer; }
+constexpr int kOffsetUnit = kOffsetRaised + 8;
 MLAFORGE_DEVICE smem_t shares_at(smem_t base, int buffer, int g) {
   return base + kOffsetShares + (buffer * kGroups + g) * (4 * kTokens);
 }

@@ -74,8 +74,7 @@ constexpr int kOffsetSums = 226944;  // 2048: float32, of each warp, by turns
 constexpr int kOffsetTotals = 228992;  // 256: float32 that normalise O, a warpgroup
 constexpr int kOffsetUnits = 229248;  // 128: float32 that a row of Q was divided by
 constexpr int kOffsetItems = 229376;  // 128: 4 items of work
-constexpr int kOffsetRaised = 229504;  // 8: whether a P raised references
-constexpr int kOffsetUnit = 229512;  // 8: float32 that all codes are multiplied with
+constexpr int kOffsetRaised = 229504;  // 16: whether a P raised references; what all codes are multiplied with
 constexpr int kOffsetSchedule = 229520;  // 32: how the requests are cut, and what the mask hides
 constexpr int kOffsetSplits = 229552;  // 32: requests that the part shares with others
 constexpr int kOffsetBarriers = 229584;  // 456: mbarriers, in the order of the plan
@@ -109,6 +108,7 @@ MLAFORGE_DEVICE smem_t p_at(smem_t base, int buffer) { return base + kOffsetP + 
 MLAFORGE_DEVICE smem_t references_at(smem_t base, int buffer) { return base + kOffsetReferences + buffer * (4 * kRows); }
 MLAFORGE_DEVICE smem_t factors_at(smem_t base, int buffer) { return base + kOffsetFactors + buffer * (4 * kRows); }
 MLAFORGE_DEVICE smem_t raised_at(smem_t base, int buffer) { return base + kOffsetRaised + 4 * buffer; }
+constexpr int kOffsetUnit = kOffsetRaised + 8;
 MLAFORGE_DEVICE smem_t maxima_at(smem_t base, int group) { return base + kOffsetMaxima + group * (16 * kRows); }
 MLAFORGE_DEVICE smem_t sums_at(smem_t base, int buffer, int warp) {
   return base + kOffsetSums + (8 * buffer + warp) * (4 * kRows);

@@ -80,8 +80,7 @@ constexpr int kOffsetSums = 202368;  // 2048: float32, of each warp, by turns
 constexpr int kOffsetTotals = 204416;  // 256: float32 that normalise O, a warpgroup
 constexpr int kOffsetUnits = 204672;  // 128: float32 that a row of Q was divided by
 constexpr int kOffsetItems = 204800;  // 128: 4 items of work
-constexpr int kOffsetRaised = 204928;  // 8: whether a P raised references
-constexpr int kOffsetUnit = 204936;  // 8: float32 that all codes are multiplied with
+constexpr int kOffsetRaised = 204928;  // 16: whether a P raised references; what all codes are multiplied with
 constexpr int kOffsetSchedule = 204944;  // 32: how the requests are cut, and what the mask hides
 constexpr int kOffsetSplits = 204976;  // 32: requests that the part shares with others
 constexpr int kOffsetBarriers = 205008;  // 456: mbarriers, in the order of the plan
@@ -115,6 +114,7 @@ MLAFORGE_DEVICE smem_t p_at(smem_t base, int buffer) { return base + kOffsetP + 
 MLAFORGE_DEVICE smem_t references_at(smem_t base, int buffer) { return base + kOffsetReferences + buffer * (4 * kRows); }
 MLAFORGE_DEVICE smem_t factors_at(smem_t base, int buffer) { return base + kOffsetFactors + buffer * (4 * kRows); }
 MLAFORGE_DEVICE smem_t raised_at(smem_t base, int buffer) { return base + kOffsetRaised + 4 * buffer; }
+constexpr int kOffsetUnit = kOffsetRaised + 8;
 MLAFORGE_DEVICE smem_t maxima_at(smem_t base, int group) { return base + kOffsetMaxima + group * (16 * kRows); }
 MLAFORGE_DEVICE smem_t sums_at(smem_t base, int buffer, int warp) {
   return base + kOffsetSums + (8 * buffer + warp) * (4 * kRows);

@@ -751,8 +751,7 @@ def _coded_memory(
     regions.place("totals", "kOffsetTotals", rows * 4, "float32 that normalise O, a warpgroup", 2)
     regions.place("units", "kOffsetUnits", rows * 4, "float32 that a row of Q was divided by")
     regions.place("items", "kOffsetItems", 32, f"{_ITEMS} items of work", _ITEMS)
-    regions.place("raised", "kOffsetRaised", 8, "whether a P raised references")
-    regions.place("unit", "kOffsetUnit", 8, "float32 that all codes are multiplied with")
+    regions.place("raised", "kOffsetRaised", 16, "whether a P raised references; what all codes are multiplied with")
     regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut, and what the mask hides")
     regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
     stages = row.scale_stages

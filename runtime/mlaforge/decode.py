@@ -9,6 +9,7 @@ import torch
 
 from mlaforge.arguments import (
     DTYPES,
+    byte_strides,
     require_aligned,
     require_cache,
     require_dtype,
@@ -75,18 +76,6 @@ _ADDRESSED = ("q", "kv_cache", "out")
 """The tensors that TMA or 16-byte stores address."""
 
 
-def _check_layout(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what neither TMA nor 16-byte stores can address."""
-    if not (tensor.stride(-1) == 1 or tensor.shape[-1] == 1):
-        raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
-    for dim in range(tensor.dim() - 1):
-        stride = tensor.stride(dim) * tensor.element_size()
-        if not (tensor.shape[dim] == 1 or (stride % 16 == 0 and 0 <= stride < 1 << 40)):
-            raise ValueError(
-                f"{name} has a stride of {stride} B in dimension {dim}; TMA needs a multiple of 16 B below 2^40 B"
-            )
-
-
 class DecodeRunner:
     """The compiled kernels of one manifest and the call that runs them."""
 
@@ -147,7 +136,7 @@ class DecodeRunner:
             )
         if out.numel() > 0:
             for name in _ADDRESSED:
-                _check_layout(name, getattr(tensors, name))
+                byte_strides(name, getattr(tensors, name))
         blocks = -(-block_table.shape[1] * m.cache.page_size // m.decode.tile_tokens)
         line = shape.b * (max(blocks, 1) + m.decode.fixed_overhead_blocks)
         if not (shape.s_q * shape.heads_per_kv <= _MAX_ROWS):
