@@ -794,7 +794,7 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
         WarpRole("walker", 1, loader, "finds the part's work"),
         WarpRole("idle", 1, loader, "leaves at once; registers are given back by whole warpgroups"),
     )
-    # O of 64 rows leaves registers for two operands and a sum of products; for one operand if the sum is scaled on the way.
+    # O of 64 rows leaves registers for two operands and a sum of products, for one if the sum is scaled on the way.
     operands = 4 if rows <= 32 else 2 if _groups(spec, row) == 1 else 1
     sums = 2 if rows <= 32 and row.rope_lines else 1
     ring = row.lines * stages
