@@ -122,9 +122,14 @@ def test_same_results_as_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch)
     ):
         inputs = make_inputs(problem, here.manifest, "cpu")
         arguments = (inputs.q, inputs.kv_cache, inputs.block_table, inputs.cache_seqlens)
+        scale = inputs.tensor_scale
         here.backend.options = SimulatorOptions(seed=seed, sms=sms)
-        out, lse = here.decode(*arguments, causal=problem.causal)
-        on_gpu = there.decode(*(tensor.cuda() for tensor in arguments), causal=problem.causal)
+        out, lse = here.decode(*arguments, causal=problem.causal, tensor_scale=scale)
+        on_gpu = there.decode(
+            *(tensor.cuda() for tensor in arguments),
+            causal=problem.causal,
+            tensor_scale=None if scale is None else scale.cuda(),
+        )
         gpu_out, gpu_lse = on_gpu[0].cpu(), on_gpu[1].cpu()
         assert torch.equal(lse.isinf(), gpu_lse.isinf())
         finite = lse.isfinite()

@@ -60,9 +60,14 @@ constexpr int kScaleColumn = 256;
 constexpr int kScaleBytes = 16;  // of a token, padding included
 constexpr int kGroupSubtiles = 2;  // under a float32
 constexpr int kGroups = 4;
+constexpr int kGroupSteps = 2 * kGroupSubtiles;
+constexpr int kLoadsPerLine = 4;  // a matrix load brings 32 bytes of each token
 constexpr int kOperands = 1;  // in a warpgroup's registers, of two products each
+constexpr int kBatch = 1;  // operands of products that are issued together
+static_assert(kOperands % kBatch == 0, "batches are whole");
 constexpr int kSteps = (kCodeColumns + 31) / 32;  // that scores take, with two products each
-static_assert((kUnits + 1) / 2 * (kTokens / 16) % kOperands == 0, "operands take turns, from the first again in every tile");
+constexpr int kPairs = (kUnits + 1) / 2;
+constexpr int kValueSteps = kPairs * (kTokens / 16);  // and O's
 constexpr bool kApart = kRows <= 32;  // sums of the products with codes and of the others, where there are registers
 constexpr int kItems = 4;  // of work, known ahead
 constexpr int kRing = 15;  // lines of 64 tokens in shared memory
@@ -410,57 +415,57 @@ MLAFORGE_DEVICE void clear_behind(smem_t base, const Stage& stage, int left) {
 
 // ---- Scores ------------------------------------------------------------------------------------------------------
 
-// S^T = K Q^T in codes.
+// S^T = K Q^T in codes. They are loaded one load ahead of their products: a load takes as long as a few of these.
 MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int left, uint32_t (&a)[kOperands][8],
                                  float (&s)[kRows / 2]) {
   using Operand = Operand<Code>;
+  constexpr int kLoads = (kSteps + Operand::kStepsPerLoad - 1) / Operand::kStepsPerLoad;
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
   mbarrier_wait(scales_full(base, stage.scales.stage()), stage.scales.phase());
   const smem_t scales = scales_at(base, stage.scales.stage());
   grade_tokens(base, group, scales, left);
   Ring lines = stage.lines;
-#pragma unroll
-  for (int line = 0; line < kCodeLines; ++line) {
-    mbarrier_wait(full(base, lines.stage()), lines.phase());
-#pragma unroll
-    for (int i = 0; i < Operand::kSubtilesPerLine; ++i) {
-      const int subtile = line * Operand::kSubtilesPerLine + i;
-      if (subtile >= kCodeSubtiles) break;
-      if (subtile > 0 && subtile % kGroupSubtiles == 0) {
-        float step[2];
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          step[t] = load_shared_f32(grade_at(base, group, subtile / kGroupSubtiles) + 4 * accumulator_row(t));
-        }
-        wgmma_wait<0>();
-        wgmma_fence_operand(s);
-#pragma unroll
-        for (int e = 0; e < kRows / 2; ++e) s[e] *= step[e / 2 % 2];
-      }
-      uint32_t words[4];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int column = 64 * subtile + 32 * h;
-        if (column >= kCodeColumns) break;
-        if (h == 0 || Operand::kLoads == 2) load_codes<Code>(line_at(base, lines.stage()), 2 * i + h, words);
-        uint32_t(&now)[8] = a[column / 32 % kOperands];
-        // The products that read these registers are done.
-        wgmma_wait<kOperands - 1>();
-        wgmma_fence_operand(now);
-        Operand::widen(words, h, now);
-        wgmma_fence_operand(now);
-        wgmma_fence_operand(s);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          if (column + 16 * k >= kCodeColumns) break;
-          wgmma_rs_k<Fp16, kRows>(s, now + 4 * k, wgmma_advance(q, subtile * kQSubtileBytes + 64 * h + 32 * k),
-                                  column > 0 || k > 0);
-        }
-        wgmma_commit();
-      }
+  uint32_t words[2][4];
+  const auto load = [&](int number) {
+    if (number % kLoadsPerLine == 0) {
+      if (number > 0) lines.advance();
+      mbarrier_wait(full(base, lines.stage()), lines.phase());
     }
-    lines.advance();
+    load_codes(line_at(base, lines.stage()), number % kLoadsPerLine, words[number % 2]);
+  };
+  load(0);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int number = step / Operand::kStepsPerLoad;
+    const int half = step % Operand::kStepsPerLoad;
+    if (half == 0 && number + 1 < kLoads) load(number + 1);
+    // The products that read these registers are done.
+    if (step % kBatch == 0) wgmma_wait<kOperands / kBatch - 1>();
+    uint32_t(&now)[8] = a[step % kOperands];
+    wgmma_fence_operand(now);
+    Operand::widen(words[number % 2], half, now);
+    wgmma_fence_operand(now);
+    if (step % kBatch != kBatch - 1 && step != kSteps - 1) continue;
+    const int first = step / kBatch * kBatch;
+    if (first > 0 && first % kGroupSteps == 0) {
+      float grade[2];
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        grade[t] = load_shared_f32(grade_at(base, group, first / kGroupSteps) + 4 * accumulator_row(t));
+      }
+      wgmma_wait<0>();
+      wgmma_fence_operand(s);
+#pragma unroll
+      for (int e = 0; e < kRows / 2; ++e) s[e] *= grade[e / 2 % 2];
+    }
+    wgmma_fence_operand(s);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 2 * first; k < 2 * step + 2; ++k) {
+      if (16 * k >= kCodeColumns) break;
+      wgmma_rs_k<Fp16, kRows>(s, a[k / 2 % kOperands] + k % 2 * 4, wgmma_advance(q, k / 4 * kQSubtileBytes + k % 4 * 32), k > 0);
+    }
+    wgmma_commit();
   }
 }
 
@@ -505,40 +510,76 @@ MLAFORGE_DEVICE void scale_scores(smem_t base, const TokenScales& of, float (&s)
 
 // ---- Values ------------------------------------------------------------------------------------------------------
 
-// The warp's columns of 16 tokens of V, transposed, as they lie there: of each piece a word of the first 8 tokens and one of
-// the others.
-MLAFORGE_DEVICE void load_values(smem_t base, const Stage& stage, int k, uint32_t (&words)[Operand<Code>::kPieces<kUnits>][2]) {
-  using Operand = Operand<Code>;
-  constexpr int kPieces = Operand::kPieces<kUnits>;
-  const int lane = lane_id();
-  const int first = Operand::piece(warp_id() * kUnits);
+// The warp's columns of 16 tokens of V, transposed, as they lie there.
+struct Values {
+  static constexpr int kPieces = Operand<Code>::kPieces<kUnits>;
+  uint32_t codes[kPieces][2];  // of each piece a word of the first 8 tokens and one of the others
+  // The columns of a warp are under one word of scales, but for three units.
+  static constexpr int kScales = kUnits == 3 ? 3 : 1;
+  float shares[kScales][2][2];  // of the same tokens
+
+  MLAFORGE_DEVICE void load_codes(smem_t base, const Stage& stage, int k) {
+    using Operand = Operand<Code>;
+    const int lane = lane_id();
+    const int first = Operand::piece(warp_id() * kUnits);
 #pragma unroll
-  for (int i = 0; i < kPieces; i += 2) {
-    // Of an odd one out the second half of the lanes load again what the first do.
-    const int piece = first + (i + 1 < kPieces ? i + (lane >> 4) : i);
-    // But for three units a warp's pieces are in one line.
-    const int of_row = kUnits == 3 ? piece / 8 : first / 8;
-    const smem_t line = line_at(base, stage.line(of_row)) + k * 2048 + (lane >> 3 & 1) * 1024 + (lane & 7) * 128;
-    uint32_t m[4];
-    ldmatrix_x4_transposed(line + (((piece & 7) ^ (lane & 7)) << 4), m);
-    words[i][0] = m[0];
-    words[i][1] = m[1];
-    if (i + 1 < kPieces) {
-      words[i + 1][0] = m[2];
-      words[i + 1][1] = m[3];
+    for (int i = 0; i < kPieces; i += 2) {
+      // Of an odd one out the second half of the lanes load again what the first do.
+      const int piece = first + (i + 1 < kPieces ? i + (lane >> 4) : i);
+      // But for three units a warp's pieces are in one line.
+      const int of_row = kUnits == 3 ? piece / 8 : first / 8;
+      const smem_t line = line_at(base, stage.line(of_row)) + k * 2048 + (lane >> 3 & 1) * 1024 + (lane & 7) * 128;
+      uint32_t m[4];
+      ldmatrix_x4_transposed(line + (((piece & 7) ^ (lane & 7)) << 4), m);
+      codes[i][0] = m[0];
+      codes[i][1] = m[1];
+      if (i + 1 < kPieces) {
+        codes[i + 1][0] = m[2];
+        codes[i + 1][1] = m[3];
+      }
     }
   }
-}
 
-MLAFORGE_DEVICE void load_value_shares(smem_t base, int buffer, int k, int unit, uint32_t (&pair)[2]) {
+  MLAFORGE_DEVICE void load_scales(smem_t base, int buffer, int k) {
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    float share[2];
-    const int token = 16 * k + 8 * e + 2 * (lane_id() & 3);
-    load_shared_v2(shares_at(base, buffer, unit / (4 * kGroupSubtiles)) + 4 * token, share);
-    pair[e] = pack2<Fp16>(share[0], share[1]);
+    for (int i = 0; i < kScales; ++i) {
+      const int unit = warp_id() * kUnits + i;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int token = 16 * k + 8 * e + 2 * (lane_id() & 3);
+        load_shared_v2(shares_at(base, buffer, unit / (4 * kGroupSubtiles)) + 4 * token, shares[i][e]);
+      }
+    }
   }
-}
+
+  // What a unit's codes are multiplied with, of neighbouring tokens as pairs of fp16.
+  MLAFORGE_DEVICE void factors(int c, uint32_t (&pair)[2]) const {
+    const int i = c % kScales;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      pair[e] = pack2<Fp16>(shares[i][e][0], shares[i][e][1]);
+    }
+  }
+
+  // Columns of unit `c` of the warp's, as the registers of a product.
+  MLAFORGE_DEVICE void widen(int c, uint32_t* a) const {
+    using Operand = Operand<Code>;
+    const int first_unit = warp_id() * kUnits;
+    const int unit = first_unit + c;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      uint32_t word;
+      if constexpr (Operand::kUnitsPerPiece == 1) {
+        word = codes[c][e];
+      } else if constexpr (kUnits % 2 == 0) {
+        word = codes[c / 2][e];
+      } else {
+        word = codes[Operand::piece(unit) == Operand::piece(first_unit) ? 0 : kPieces - 1][e];
+      }
+      Operand::widen_pairs(word, kUnits % 2 == 0 ? c % 2 : unit % 2, a[2 * e], a[2 * e + 1]);
+    }
+  }
+};
 
 // O times a float32 for each of its rows.
 MLAFORGE_DEVICE void scale_output(smem_t factors, float (&acc)[kUnits][kRows / 2]) {
@@ -555,15 +596,21 @@ MLAFORGE_DEVICE void scale_output(smem_t factors, float (&acc)[kUnits][kRows / 2
 }
 
 // O^T += V^T P^T of a tile, this warpgroup's columns of V, once its P is there; and gives the tile back. The operands take
-// turns from number `First` on.
+// turns from number `First` on. Codes of 16 tokens are loaded ahead of the products of the 16 before.
 template <int First, Turns::Which P>
 MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Turns& turns, uint32_t (&a)[kOperands][8],
                                 float (&acc)[kUnits][kRows / 2]) {
-  using Operand = Operand<Code>;
-  constexpr int kPieces = Operand::kPieces<kUnits>;
-  const int first_unit = warp_id() * kUnits;
+  static_assert(First % kBatch == 0, "batches begin with an operand of their own");
+  Values values[2];
+  // Of its own tile a warpgroup has read all codes before.
+  if (P == Turns::kOwnP) values[0].load_codes(base, stage, 0);
   mbarrier_wait(filled(base, buffer), turns.of(P));
   turns.advance(P);
+  if (P == Turns::kOtherP) values[0].load_codes(base, stage, 0);
+  const auto load_scales = [&](int k) {
+    values[k % 2].load_scales(base, buffer, k);
+  };
+  load_scales(0);
   if (warp_any(load_shared_s32(raised_at(base, buffer)) != 0)) {
     wgmma_wait<0>();
 #pragma unroll
@@ -572,49 +619,40 @@ MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Tur
   }
   const uint64_t p = wgmma_descriptor(p_at(base, buffer), 16, 1024);
 #pragma unroll
-  for (int k = 0; k < kTokens / 16; ++k) {
-    uint32_t words[kPieces][2];
-    load_values(base, stage, k, words);
-    uint32_t shares[2];
-#pragma unroll
-    for (int pair = 0; pair < (kUnits + 1) / 2; ++pair) {
-      uint32_t(&now)[8] = a[(First + k * ((kUnits + 1) / 2) + pair) % kOperands];
-      wgmma_wait<kOperands - 1>();
-      wgmma_fence_operand(now);
-#pragma unroll
-      for (int c = 2 * pair; c < 2 * pair + 2 && c < kUnits; ++c) {
-        const int unit = first_unit + c;
-        const int at = 4 * (c % 2);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          uint32_t word;
-          if constexpr (Operand::kUnitsPerPiece == 1) {
-            word = words[c][e];
-          } else if constexpr (kUnits % 2 == 0) {
-            word = words[c / 2][e];
-          } else {
-            word = words[Operand::piece(unit) == Operand::piece(first_unit) ? 0 : kPieces - 1][e];
-          }
-          Operand::widen_pairs(word, kUnits % 2 == 0 ? c % 2 : unit % 2, now[at + 2 * e], now[at + 2 * e + 1]);
-        }
-        // The columns of a warp are under one word of scales, but for three units.
-        if (c == 0 || kUnits == 3) load_value_shares(base, buffer, k, unit, shares);
-        const uint32_t(&factor)[2] = shares;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) now[at + e] = multiply2(now[at + e], factor[e / 2]);
-      }
-      wgmma_fence_operand(now);
-#pragma unroll
-      for (int c = 2 * pair; c < 2 * pair + 2 && c < kUnits; ++c) wgmma_fence_operand(acc[c]);
-      wgmma_fence();
-#pragma unroll
-      for (int c = 2 * pair; c < 2 * pair + 2 && c < kUnits; ++c) {
-        wgmma_rs_k<Fp16, kRows>(acc[c], now + 4 * (c % 2), wgmma_advance(p, 32 * k), true);
-      }
-      wgmma_commit();
+  for (int step = 0; step < kValueSteps; ++step) {
+    const int k = step / kPairs;
+    if (step % kPairs == 0 && k + 1 < kTokens / 16) {
+      values[(k + 1) % 2].load_codes(base, stage, k + 1);
+      load_scales(k + 1);
     }
+    if (step % kBatch == 0) wgmma_wait<kOperands / kBatch - 1>();
+    uint32_t(&now)[8] = a[(First + step) % kOperands];
+    wgmma_fence_operand(now);
+    uint32_t factors[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int c = step % kPairs * 2 + i;
+      if (c >= kUnits) break;
+      values[k % 2].widen(c, now + 4 * i);
+      // Both units of a pair are under the same scales, but for three units.
+      if (i == 0 || kUnits == 3) values[k % 2].factors(c, factors);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) now[4 * i + e] = multiply2(now[4 * i + e], factors[e / 2]);
+    }
+    wgmma_fence_operand(now);
+    if (step % kBatch != kBatch - 1 && step != kValueSteps - 1) continue;
+    if (step == kValueSteps - 1) release_tile(base, stage);
+#pragma unroll
+    for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 2 * (step / kBatch * kBatch); i < 2 * step + 2; ++i) {
+      const int c = i % (2 * kPairs);
+      if (c >= kUnits) continue;
+      wgmma_rs_k<Fp16, kRows>(acc[c], a[(First + i / 2) % kOperands] + i % 2 * 4, wgmma_advance(p, i / (2 * kPairs) * 32), true);
+    }
+    wgmma_commit();
   }
-  release_tile(base, stage);
 }
 
 // ---- Softmax -----------------------------------------------------------------------------------------------------
@@ -643,14 +681,23 @@ MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const Stage& stage, 
     lift[i] = -kHeadroom;
     lift[i] += fminf(fmaxf(log2_approx(fabsf(of.token[i])), kLeastScale), kLargestScale);
   }
+  // References are loaded ahead of their use, those of 32 rows at most, as pairs of neighbouring rows.
+  constexpr int kPairsAhead = kRows / 8 < 4 ? kRows / 8 : 4;
+  float reference[kPairsAhead][2];
+  const auto load_references = [&](int buffer, int first, int count) {
+#pragma unroll
+    for (int h = first; h < first + count && h < kRows / 8; ++h) {
+      load_shared_v2(pair_at(references_at(base, buffer), h), reference[h % kPairsAhead]);
+    }
+  };
+  load_references(before, 0, kPairsAhead);
   bool passes = false;
 #pragma unroll
   for (int h = 0; h < kRows / 8; ++h) {
-    float reference[2];
-    load_shared_v2(pair_at(references_at(base, before), h), reference);
+    if (h % 2 == 0 && h > 0) load_references(before, h + 2, h + 2 < kPairsAhead ? 0 : 2);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      passes = passes || fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]) > reference[e] + kSlack;
+      passes = passes || fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]) > reference[h % kPairsAhead][e] + kSlack;
     }
   }
   // Behind this barrier all of the warpgroup have read what is written now; and so has the other, when it filled its own P.
@@ -676,10 +723,10 @@ MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const Stage& stage, 
       for (int warp = 0; warp < 4; ++warp) {
         seen = fmaxf(seen, load_shared_f32(maxima_at(base, group) + 4 * (warp * kRows + thread)));
       }
-      const float reference = load_shared_f32(references_at(base, before) + 4 * thread);
-      const bool follows = seen > reference + kSlack;
-      store_shared_f32(references_at(base, group) + 4 * thread, follows ? seen : reference);
-      store_shared_f32(factors_at(base, group) + 4 * thread, follows ? exp2_approx(reference - seen) : 1.f);
+      const float old = load_shared_f32(references_at(base, before) + 4 * thread);
+      const bool follows = seen > old + kSlack;
+      store_shared_f32(references_at(base, group) + 4 * thread, follows ? seen : old);
+      store_shared_f32(factors_at(base, group) + 4 * thread, follows ? exp2_approx(old - seen) : 1.f);
     }
     named_barrier_sync(barrier, 128);
 #pragma unroll
@@ -693,16 +740,17 @@ MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const Stage& stage, 
     store_shared_f32(references_at(base, group) + 4 * thread, load_shared_f32(references_at(base, before) + 4 * thread));
   }
   if (thread == 0) store_shared_s32(raised_at(base, group), raise ? 1 : 0);
-  const smem_t references = references_at(base, raise ? group : before);
+  const int now = raise ? group : before;
+  load_references(now, 0, kPairsAhead);
   store_transposed<kRows>(p_at(base, group), [&](int i) {
     // Accumulators i and i + 1 are of one token and a pair of rows.
-    float reference[2];
-    load_shared_v2(pair_at(references, i / 4), reference);
+    if (i % 8 == 0 && i > 0) load_references(now, i / 4 + 2, 2);
     float p[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       // A row without a token so far: any finite reference keeps exp2(-inf - reference) = 0 instead of NaN.
-      p[e] = exp2_approx(s[i + e] - (reference[e] == -infinity() ? 0.f : reference[e]));
+      const float of_row = reference[i / 4 % kPairsAhead][e];
+      p[e] = exp2_approx(s[i + e] - (of_row == -infinity() ? 0.f : of_row));
       sum[i / 4 * 2 + e] += p[e];
     }
     return pack2<Fp16>(p[0] * of.token[i / 2 % 2], p[1] * of.token[i / 2 % 2]);
@@ -835,7 +883,7 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
       }
       // The product with P of the tile before runs beside the last of these.
       if (i > 0 && i <= tiles) {
-        accumulate<kSteps % kOperands, Turns::kOtherP>(base, values, group ^ 1, turns, a, acc);
+        accumulate<(kSteps + kBatch - 1) / kBatch * kBatch % kOperands, Turns::kOtherP>(base, values, group ^ 1, turns, a, acc);
         values.skip_tile();
       }
       if (i >= tiles) break;

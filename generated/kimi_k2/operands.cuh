@@ -25,7 +25,7 @@ struct Operand;
 template <>
 struct Operand<E4m3> {
   static constexpr int kSubtilesPerLine = 2;  // of 128 bytes
-  static constexpr int kLoads = 2;            // of a subtile
+  static constexpr int kStepsPerLoad = 1;     // of 32 columns
   static constexpr int kGroup = 16;           // columns that change places among themselves
   static constexpr float kUnit = 1.f;         // what the fp16 must be multiplied with
   static constexpr int kUnitsPerPiece = 1;    // of 16 bytes
@@ -64,7 +64,7 @@ struct Operand<E4m3> {
 template <>
 struct Operand<E2m1> {
   static constexpr int kSubtilesPerLine = 4;
-  static constexpr int kLoads = 1;
+  static constexpr int kStepsPerLoad = 2;
   static constexpr int kGroup = 32;
   static constexpr float kUnit = 64.f;
   static constexpr int kUnitsPerPiece = 2;
@@ -101,13 +101,11 @@ struct Operand<E2m1> {
   }
 };
 
-// This lane's codes of columns from `half` halves of a subtile on: two words of 16 bytes' columns, of tokens
-// accumulator_row(0) and (1), and two of the next. `line` holds the tokens' lines under the 128-byte swizzle. Every lane
-// takes part.
-template <class Code>
-MLAFORGE_DEVICE void load_codes(smem_t line, int half, uint32_t (&words)[4]) {
+// This lane's codes of 32 bytes of a line, the `number`th: two words of the first half, of tokens accumulator_row(0) and
+// (1), and two of the other. `line` holds the tokens' lines under the 128-byte swizzle. Every lane takes part.
+MLAFORGE_DEVICE void load_codes(smem_t line, int number, uint32_t (&words)[4]) {
   const int token = 16 * group_warp() + (lane_id() & 15);
-  const int piece = half * Operand<Code>::kLoads + (lane_id() >> 4);
+  const int piece = 2 * number + (lane_id() >> 4);
   ldmatrix_x4(line + token * 128 + ((piece ^ (token & 7)) << 4), words);
 }
 
@@ -119,8 +117,9 @@ MLAFORGE_DEVICE void convert_query(smem_t tile, smem_t units) {
   constexpr int kSharers = 256 / Rows;
   constexpr int kGroup = Operand<Code>::kGroup;
   static_assert(kSharers <= 32 && Columns % kGroup == 0, "a row is of one warp, in whole groups");
-  const int row = static_cast<int>(threadIdx.x) / kSharers;
-  const int sharer = static_cast<int>(threadIdx.x) % kSharers;
+  const int thread = late(static_cast<int>(threadIdx.x));  // so that no register is held for it meanwhile
+  const int row = thread / kSharers;
+  const int sharer = thread % kSharers;
   const auto piece_at = [&](int piece) {
     return tile + piece / 8 * (Rows * 128) + row * 128 + (((piece & 7) ^ (row & 7)) << 4);
   };

@@ -69,6 +69,8 @@ class Tile:
     """Subtiles of K in shared memory, where each is loaded and given back by itself; `stages` whole tiles of them."""
     operands: int = 0
     """Pairs of A operands, widened from codes, in a warpgroup's registers."""
+    batch: int = 0
+    """Of these, whose products are issued together."""
 
 
 @dataclass(frozen=True)
@@ -795,7 +797,7 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
         WarpRole("idle", 1, loader, "leaves at once; registers are given back by whole warpgroups"),
     )
     # O of 64 rows leaves registers for two operands and a sum of products, for one if the sum is scaled on the way.
-    operands = 4 if rows <= 32 else 2 if row.groups == 1 else 1
+    operands, batch = (4, 2) if rows <= 32 else (2, 1) if row.groups == 1 else (1, 1)
     sums = 2 if rows <= 32 and row.rope_lines else 1
     ring = row.lines * stages
     placed, mbarriers = _coded_memory(spec, row, rows, tokens, ring, roles)
@@ -818,6 +820,7 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
             items=_ITEMS,
             ring_subtiles=ring,
             operands=operands,
+            batch=batch,
         ),
         regions=placed,
         mbarriers=mbarriers,

@@ -32,6 +32,9 @@ OUT_COSINE_TOLERANCE = 5e-6
 LSE_ABS_TOLERANCE = 1e-6
 LSE_REL_TOLERANCE = 8.01 / 65536
 
+LARGEST_POWER = 2
+"""Of two, that latents of a quantised cache are multiplied with."""
+
 IMPOSSIBLE_PAGE = 2_147_480_000
 """What FlashMLA's tests write in table entries that no token needs."""
 
@@ -329,7 +332,7 @@ def make_inputs(problem: Problem, manifest: Manifest, device: str | torch.device
         if i == problem.nan_request:
             values[length // 2 : length // 2 + 1] = math.nan
         if quantised:
-            powers = torch.randint(-4, 3, (length, h_kv, 1), generator=generator, device=device)
+            powers = torch.randint(-4, LARGEST_POWER + 1, (length, h_kv, 1), generator=generator, device=device)
             values[..., : manifest.d_v] *= torch.exp2(powers.float())
             latent, rope = values.tensor_split((manifest.d_v,), -1)
             rows = FORMATS[manifest.cache.dtype].quantise(latent, rope, scale)
@@ -479,6 +482,7 @@ def check_output(
     ref_lse: torch.Tensor,
     *,
     q_gain: int = 1,
+    value_gain: int = 1,
     score_error: float = 0.0,
 ) -> Errors:
     """Judge a result by FlashMLA's criteria.
@@ -486,12 +490,14 @@ def check_output(
     NaN and infinities must be where the reference has them. Of the rest, every element must be within its absolute or
     its relative tolerance, and `out` as a whole within that of the cosine. `out` is compared with the reference rounded
     to its own type. The absolute tolerance of `lse` is meant for scores as small as those of FlashMLA's inputs; where q
-    was multiplied by `q_gain`, so is it. `score_error` is what float32 may lose of a scaled score: a weight is off by
-    as much, and the cosine by half its square.
+    was multiplied by `q_gain` or the latents by up to `value_gain`, so is it. `score_error` is what float32 may lose of
+    a scaled score: a weight is off by as much, and the cosine by half its square; what that does to `out` grows with the
+    latents.
     """
     cosine = max(OUT_COSINE_TOLERANCE, score_error**2 / 2)
-    of_out = _difference("out", out, ref_out.to(out.dtype), OUT_ABS_TOLERANCE, OUT_REL_TOLERANCE, cosine)
-    of_lse = _difference("lse", lse, ref_lse, LSE_ABS_TOLERANCE * q_gain, LSE_REL_TOLERANCE, math.inf)
+    out_tolerance = OUT_ABS_TOLERANCE * (value_gain if score_error else 1)
+    of_out = _difference("out", out, ref_out.to(out.dtype), out_tolerance, OUT_REL_TOLERANCE, cosine)
+    of_lse = _difference("lse", lse, ref_lse, LSE_ABS_TOLERANCE * q_gain * value_gain, LSE_REL_TOLERANCE, math.inf)
     return Errors(
         out_abs=of_out.largest,
         out_used=of_out.used,
@@ -567,7 +573,15 @@ def run_problem(mla: Decoder, problem: Problem, device: str | torch.device = "cu
     )
     # A raw score of 2^17 has a unit in the last place of 2^-6, and a sum of many products loses a few of them.
     score_error = 4 * abs(problem.logit_shift) * 2**-23 * (problem.softmax_scale or manifest.softmax_scale)
-    errors = check_output(inputs.out, inputs.lse, ref_out, ref_lse, q_gain=problem.q_gain, score_error=score_error)
+    errors = check_output(
+        inputs.out,
+        inputs.lse,
+        ref_out,
+        ref_lse,
+        q_gain=problem.q_gain,
+        value_gain=2**LARGEST_POWER if manifest.cache.quantised else 1,
+        score_error=score_error,
+    )
     if not all(guard.isnan().all() for guard in inputs.guards):
         errors = dataclasses.replace(errors, failures=(*errors.failures, "memory beside out or lse was written to"))
     return errors
