@@ -450,6 +450,24 @@ MLAFORGE_DEVICE void bulk_wait_read() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
+// Copies by single threads, of 16 bytes each. Unlike TMA they write by the generic proxy: whoever has waited for them needs
+// fence_proxy_async() before TMA or WGMMA touch what they wrote.
+
+// `dst` and `src` are multiples of 16.
+MLAFORGE_DEVICE void copy_async_16(smem_t dst, const void* src, uint64_t cache_policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(cache_policy)
+               : "memory");
+}
+
+// One of the arrivals that `bar` counts, as soon as all copies that this thread has started so far have landed.
+MLAFORGE_DEVICE void copy_async_arrive(smem_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+// Waits until they have landed; a thread must not end before.
+MLAFORGE_DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ---------------------------------------------------------------------------------------------------------------
 // Clusters: blocks that run at the same time and reach each other's shared memory.
 
 MLAFORGE_DEVICE int cluster_rank() {

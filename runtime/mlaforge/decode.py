@@ -61,7 +61,10 @@ class _Call:
     heads_per_kv: tuple[int, int, int]
     """As a divisor."""
     q_map: TensorMapShape
-    kv_map: TensorMapShape
+    kv_map: TensorMapShape | None
+    """None where threads copy the tokens."""
+    kv_strides: tuple[int, int, int]
+    """From page to page, token to token and head to head, for those threads; bytes."""
 
 
 _MAX_ROWS = (1 << 31) - 65
@@ -80,6 +83,15 @@ def _check_layout(name: str, tensor: torch.Tensor) -> None:
             raise ValueError(
                 f"{name} has a stride of {stride} B in dimension {dim}; TMA needs a multiple of 16 B below 2^40 B"
             )
+
+
+def _walked_strides(kv_cache: torch.Tensor) -> tuple[int, int, int]:
+    """Give the strides of pages, tokens and heads in bytes; 0 for a dimension of one index, which is never walked."""
+    page, token, head = (
+        kv_cache.stride(dim) * kv_cache.element_size() if dim < kv_cache.dim() - 1 and kv_cache.shape[dim] > 1 else 0
+        for dim in range(3)
+    )
+    return page, token, head
 
 
 class DecodeRunner:
@@ -146,6 +158,13 @@ class DecodeRunner:
         if out.numel() > 0:
             for name in _ADDRESSED:
                 _check_layout(name, getattr(tensors, name))
+        if "kv_cache" not in m.decode.boxes:
+            for dim, stride in enumerate(_walked_strides(kv_cache)[:2]):
+                if not (stride < 1 << 31):
+                    raise ValueError(
+                        f"kv_cache has a stride of {stride} B in dimension {dim}; with pages of {m.cache.page_size} it "
+                        "must be below 2^31 B"
+                    )
         blocks = -(-block_table.shape[1] * m.cache.page_size // m.decode.tile_tokens)
         line = shape.b * (max(blocks, 1) + m.decode.fixed_overhead_blocks)
         if not (shape.s_q * shape.heads_per_kv <= _MAX_ROWS):
@@ -221,6 +240,16 @@ class DecodeRunner:
         if not one_stride:
             q_strides = (m.d_qk, rows * m.d_qk, shape.h_kv * rows * m.d_qk)
         head_stride = kv_cache.stride(2) if kv_cache.dim() == 4 else 0
+        kv_map = None
+        if "kv_cache" in decode.boxes:
+            kv_map = tensor_map_shape(
+                m.cache.dtype,
+                (m.d_qk, m.cache.page_size, shape.h_kv, kv_cache.shape[0]),
+                (kv_cache.stride(1), head_stride, kv_cache.stride(0)),
+                decode.boxes["kv_cache"],
+                # As kv_policy() in decode.cuh.
+                sector_bytes=256 if row_tiles > 1 else 128,
+            )
         # The parts wait for each other: no more blocks than run at the same time, one on a multiprocessor.
         blocks = self._backend.sm_count(q.device) if shape.b else 1
         return _Call(
@@ -232,14 +261,8 @@ class DecodeRunner:
             copy_q=not one_stride,
             heads_per_kv=divisor(shape.heads_per_kv),
             q_map=tensor_map_shape(m.cache.dtype, (m.d_qk, rows, shape.h_kv, shape.b), q_strides, decode.boxes["q"]),
-            kv_map=tensor_map_shape(
-                m.cache.dtype,
-                (m.d_qk, m.cache.page_size, shape.h_kv, kv_cache.shape[0]),
-                (kv_cache.stride(1), head_stride, kv_cache.stride(0)),
-                decode.boxes["kv_cache"],
-                # As kv_policy() in decode.cuh.
-                sector_bytes=256 if row_tiles > 1 else 128,
-            ),
+            kv_map=kv_map,
+            kv_strides=_walked_strides(kv_cache),
         )
 
     def _launch(self, call: _Call, tensors: DecodeTensors, causal: bool, softmax_scale: float) -> None:
@@ -257,12 +280,19 @@ class DecodeRunner:
         arrivals = self._backend.counters(q.device, parts * tiles if parts > 1 else 0)
         out_strides = [2 * stride for stride in out.stride()[:3]]
         encode = self._backend.encode_tensor_map
+        maps = [encode(call.q_map, q.data_ptr())]
+        cache: tuple[int, ...] = ()
+        if call.kv_map is not None:
+            maps.append(encode(call.kv_map, kv_cache.data_ptr()))
+        else:
+            cache = (kv_cache.data_ptr(), *call.kv_strides)
         self._kernels.get(call.decode).launch(
             q.device,
             (tiles, parts, 1),
             call.decode.threads,
-            (encode(call.q_map, q.data_ptr()), encode(call.kv_map, kv_cache.data_ptr())),
+            maps,
             (
+                *cache,
                 block_table.data_ptr(),
                 block_table.stride(0),
                 cache_seqlens.data_ptr(),
