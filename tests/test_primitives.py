@@ -166,6 +166,7 @@ INSTRUCTIONS = {
     "ldmatrix.cu": {"LDSM"},
     "bulk_load.cu": {"UBLKCP"},
     "bulk_store.cu": {"UBLKCP", "UTMACMDFLUSH", "DEPBAR"},
+    "copy_async.cu": {"LDGSTS", "ARRIVES", "LDGDEPBAR", "DEPBAR"},
     "tma_store.cu": {"UTMASTG"},
     "atomics.cu": {"ATOMG", "MEMBAR"},
     "cluster.cu": {"UCGABAR_ARV", "UCGABAR_WAIT"},
@@ -415,6 +416,29 @@ def run_bulk_load(machine: Machine) -> None:
 
 def test_bulk_load(machine: Machine) -> None:
     run_bulk_load(machine)
+
+
+def run_copy_async(machine: Machine) -> None:
+    rounds, pieces = 7, 64
+    x = numbers(500, 4)
+    source = torch.randint(0, 500, (rounds, pieces), dtype=torch.int32)
+    target = torch.stack([torch.randperm(pieces) for _ in range(rounds)]).to(torch.int32)
+    out, own = machine.run(
+        "copy_async.cu",
+        "copy_async_pieces",
+        inputs=[x, source, target],
+        outputs=[blank(rounds, pieces, 4), blank(32, 4)],
+        scalars=[rounds],
+        threads=64,
+        smem=2 * 16 * pieces + 512 + 32,
+    )
+    assert torch.equal(own, x[:32])
+    for got, places, rows in zip(out, target, source, strict=True):
+        assert torch.equal(got[places], x[rows])
+
+
+def test_copy_async(machine: Machine) -> None:
+    run_copy_async(machine)
 
 
 def run_bulk_store(machine: Machine) -> None:
@@ -929,6 +953,57 @@ FAULTS = (
         "    fence_proxy_async();\n",
         "",
         "asynchronous read by a bulk store of thread 0.*no fence.proxy.async",
+    ),
+    Fault(
+        "no fence between a thread's copies and a bulk store of what they wrote",
+        "copy_async.cu",
+        run_copy_async,
+        "      fence_proxy_async();\n",
+        "",
+        "write by an asynchronous copy of thread .*no fence.proxy.async",
+        always=True,
+    ),
+    Fault(
+        "copies of threads are not waited for",
+        "copy_async.cu",
+        run_copy_async,
+        "      mbarrier_wait(full, phase);\n",
+        "",
+        "race.*an asynchronous copy of thread|uninitialised",
+    ),
+    Fault(
+        "copies of threads into a buffer that is still being read",
+        "copy_async.cu",
+        run_copy_async,
+        "      mbarrier_wait(empty, phase ^ 1);\n",
+        "",
+        "race.*an asynchronous copy of thread",
+    ),
+    Fault(
+        "a thread reads before its own copy has landed",
+        "copy_async.cu",
+        run_copy_async,
+        "    copy_async_wait();\n",
+        "",
+        "race.*an asynchronous copy of thread|uninitialised",
+    ),
+    Fault(
+        "a thread ends before its copies have landed",
+        "copy_async.cu",
+        run_copy_async,
+        "    copy_async_wait();\n    int32_t v[4];\n    load_shared_v4(mine, v);\n",
+        "    int32_t v[4] = {};\n",
+        "a thread ends with asynchronous copies that it has not waited for",
+        always=True,
+    ),
+    Fault(
+        "a thread's copy off 16 bytes",
+        "copy_async.cu",
+        run_copy_async,
+        "in + 4 * load_global(from + piece)",
+        "in + 4 * load_global(from + piece) + 2",
+        "copy of 16 bytes from .* no multiples of 16",
+        always=True,
     ),
     Fault(
         "a buffer is written before a bulk store has read it",

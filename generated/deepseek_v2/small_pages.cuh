@@ -1,8 +1,8 @@
-// Tiles of K that lie in several pages each: a few warps bring them together, by TMA or, of pages that are too small for it,
-// by copies of single threads. A box costs the warp that issues it some 50 cycles, however little it brings.
+// Tiles of K that lie in several pages each. A TMA box holds no more than a page and costs the warp that issues it some 50
+// cycles, however little it brings: so C::kLoaders warps share them, and where every token has a page of its own, the
+// threads of these warps copy them instead.
 //
-// `C` is as in decode.cuh; where threads copy it also has kColumns, elements of a row of K, and where several warps bring a
-// tile kLoaders, their number.
+// `C` is as in decode.cuh, with kLoaders; where threads copy also with kColumns, elements of a row of K.
 #pragma once
 
 #include "decode.cuh"
@@ -39,10 +39,10 @@ MLAFORGE_DEVICE void copy_boxes(const KvSource& kv, const int32_t* table, int bl
 
 // ---- By threads --------------------------------------------------------------------------------------------------
 
-// The cache as threads address it.
+// The cache as threads address it, one token a page.
 struct KvRows {
-  const unsigned char* head;  // this kv head's part of the first token
-  int64_t page_stride, token_stride;  // bytes
+  const unsigned char* head;  // this kv head's part of the first page
+  int page_stride;            // bytes
   const int32_t* block_table;
   int64_t row_stride;  // elements from one request's row of the table to the next
   uint64_t cache_policy;
@@ -54,68 +54,72 @@ template <class C, int Warps>
 struct Gather {
   static constexpr int kSteps = C::kTokens / (4 * Warps);  // fours of tokens
   static constexpr int kEntries = (4 * kSteps + 31) / 32;
-  static_assert(C::kTokens % C::kPageSize == 0, "a token's place in its page is that in its block");
+  static_assert(C::kPageSize == 1, "the table has an entry for each token");
 
   int first;  // of the lane's tokens of a block; the next is 4 x Warps behind it
+  int target;  // where the lane's piece of that token lies in a subtile
   int entry[kEntries];  // of the table, for all tokens of the warp: each lane has another's
 
-  MLAFORGE_DEVICE explicit Gather(int loader) : first(4 * loader + (lane_id() >> 3)) {}
+  MLAFORGE_DEVICE explicit Gather(int loader)
+      : first(4 * loader + (lane_id() >> 3)), target(first * 128 + (((lane_id() & 7) ^ (first & 7)) << 4)) {}
 
   // Reads the entries of a block. Behind the tile's last token an entry means nothing.
   MLAFORGE_DEVICE void load_entries(const int32_t* table, int block, int kv_end) {
-    const int loader = first >> 2;
 #pragma unroll
     for (int i = 0; i < kEntries; ++i) {
       const int at = lane_id() + 32 * i;  // among the warp's tokens
-      const int token = block * C::kTokens + 4 * (loader + at / 4 * Warps) + at % 4;
-      entry[i] = at < 4 * kSteps && token < kv_end ? load_global(table + token / C::kPageSize) : 0;
+      const int token = block * C::kTokens + (first & ~3) + at / 4 * (4 * Warps) + at % 4;
+      entry[i] = at < 4 * kSteps && token < kv_end ? load_global(table + token) : 0;
     }
   }
 
-  // This lane's token of a step, counted from the block's first; where its piece of the first subtile comes from, by the
-  // entries that were read last; and where in a subtile it goes.
-  MLAFORGE_DEVICE int token(int step) const { return first + 4 * Warps * step; }
-  MLAFORGE_DEVICE const unsigned char* source(const KvRows& kv, int step) const {
-    const int page = __shfl_sync(0xffffffffu, entry[step / 8], 4 * step % 32 + (lane_id() >> 3));
-    return kv.head + page * kv.page_stride + token(step) % C::kPageSize * kv.token_stride + 16 * (lane_id() & 7);
+  // Whether this lane's token of a step is one of the block's first `tokens`.
+  MLAFORGE_DEVICE bool needs(int step, int tokens) const { return 4 * Warps * step < tokens - first; }
+  // Its page, by the entries that were read last.
+  MLAFORGE_DEVICE int page(int step) const {
+    return __shfl_sync(0xffffffffu, entry[step / 8], 4 * step % 32 + (lane_id() >> 3));
   }
-  MLAFORGE_DEVICE int target(int step) const {
-    const int line = token(step);
-    return line * 128 + (((lane_id() & 7) ^ (line & 7)) << 4);
-  }
+  // Where in the subtile its piece goes: of lines that are four apart the swizzle differs in one bit.
+  MLAFORGE_DEVICE int place(int step) const { return (target ^ ((4 * Warps * step & 4) << 4)) + 4 * Warps * step * 128; }
 };
 
-// Whether a lane's piece of a subtile is one of the row's, whose last subtile may be part zeros; those are never read.
+// A lane's piece of a subtile, in the cache's first page, and whether the row has it: the last subtile may be part zeros,
+// which no product reads.
+MLAFORGE_DEVICE const unsigned char* column_of(const KvRows& kv, int subtile) {
+  return kv.head + 128 * subtile + 16 * (lane_id() & 7);
+}
 template <class C>
 MLAFORGE_DEVICE bool in_row(int subtile) {
-  return 64 * subtile + 8 * (lane_id() & 7) < C::kColumns;
+  return C::kColumns % 64 == 0 || 64 * subtile + 8 * (lane_id() & 7) < C::kColumns;
 }
 
-// Starts the copies of a warp's share of a block, `Count` subtiles from the `First` on; `tokens` of the block, or more, are
-// the tile's, and no other is read. `to` is where the first of these subtiles begins.
+// Starts the copies of a warp's share of a block, `Count` subtiles from the `First` on. Of the block's tokens only the first
+// `tokens` are the tile's: no other is read. `to` is where the first of these subtiles begins.
 template <class C, int First, int Count, int Warps>
 MLAFORGE_DEVICE void gather_block(const KvRows& kv, const Gather<C, Warps>& gather, int tokens, smem_t to) {
+  const unsigned char* column = column_of(kv, First);
 #pragma unroll
   for (int step = 0; step < Gather<C, Warps>::kSteps; ++step) {
-    const unsigned char* from = gather.source(kv, step) + 128 * First;
-    if (gather.token(step) >= tokens) continue;
+    const unsigned char* from = strided(column, gather.page(step), kv.page_stride);
+    if (!gather.needs(step, tokens)) continue;
 #pragma unroll
     for (int subtile = 0; subtile < Count; ++subtile) {
-      if (64 * (First + subtile + 1) > C::kColumns && !in_row<C>(First + subtile)) continue;
-      copy_async_16(to + subtile * (C::kTokens * 128) + gather.target(step), from + 128 * subtile, kv.cache_policy);
+      if (subtile == Count - 1 && !in_row<C>(First + subtile)) continue;
+      copy_async_16(to + subtile * (C::kTokens * 128) + gather.place(step), from + 128 * subtile, kv.cache_policy);
     }
   }
 }
 
-// The same of one subtile, with the lane's sources of all steps, as Gather gives them.
+// The same of one subtile, with the lane's pages of all steps.
 template <class C>
-MLAFORGE_DEVICE void gather_subtile(const Gather<C, C::kLoaders>& gather,
-                                    const unsigned char* const (&from)[Gather<C, C::kLoaders>::kSteps], int subtile,
-                                    int tokens, smem_t to, uint64_t cache_policy) {
-  if (C::kColumns % 64 != 0 && !in_row<C>(subtile)) return;
+MLAFORGE_DEVICE void gather_subtile(const KvRows& kv, const Gather<C, C::kLoaders>& gather,
+                                    const int (&page)[Gather<C, C::kLoaders>::kSteps], int subtile, int tokens, smem_t to) {
+  const unsigned char* column = column_of(kv, subtile);
+  if (!in_row<C>(subtile)) return;
 #pragma unroll
   for (int step = 0; step < Gather<C, C::kLoaders>::kSteps; ++step) {
-    if (gather.token(step) < tokens) copy_async_16(to + gather.target(step), from[step] + 128 * subtile, cache_policy);
+    if (!gather.needs(step, tokens)) continue;
+    copy_async_16(to + gather.place(step), strided(column, page[step], kv.page_stride), kv.cache_policy);
   }
 }
 

@@ -123,6 +123,13 @@ MLAFORGE_DEVICE int late(int x) {
   return x;
 }
 
+// `stride` bytes behind p for each of `count`: one instruction, which the compiler neither takes apart nor works out ahead.
+MLAFORGE_DEVICE const unsigned char* strided(const unsigned char* p, int count, int stride) {
+  const unsigned char* r;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(r) : "r"(count), "r"(stride), "l"(p));
+  return r;
+}
+
 // Whether any lane of the warp brings true. Every lane takes part.
 MLAFORGE_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
 

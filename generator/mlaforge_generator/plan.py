@@ -34,7 +34,7 @@ MAX_STAGES = 6
 SHARING_LOADERS = 2
 """Warps that share a tile's copies where there are more than one for each of its subtiles."""
 GATHERED_PAGE_SIZES = (1,)
-"""Pages for which TMA is too slow however many warps issue it: a box of one takes as long as one of 64 tokens."""
+"""Pages for which TMA is too slow however many warps issue it; the code for threads has one token in a page."""
 D_V_CHOICES = (128, 256, 384, 512)
 """Widths of V whose halves are multiples of a subtile and a WGMMA shape."""
 
@@ -255,7 +255,6 @@ def _decode(spec: Spec, target: Target, name: str, schedule: str, rows: int, tok
 _CACHE_PARAMETERS = (
     Parameter("kv_cache", "const void*"),
     Parameter("kv_stride_page", "int"),
-    Parameter("kv_stride_token", "int"),
     Parameter("kv_stride_head", "long long"),
 )
 """Where threads copy tokens, in place of a tensor map; strides in bytes."""

@@ -63,8 +63,8 @@ class _Call:
     q_map: TensorMapShape
     kv_map: TensorMapShape | None
     """None where threads copy the tokens."""
-    kv_strides: tuple[int, int, int]
-    """From page to page, token to token and head to head, for those threads; bytes."""
+    kv_strides: tuple[int, int]
+    """From page to page and head to head, for those threads; bytes."""
 
 
 _MAX_ROWS = (1 << 31) - 65
@@ -85,13 +85,13 @@ def _check_layout(name: str, tensor: torch.Tensor) -> None:
             )
 
 
-def _walked_strides(kv_cache: torch.Tensor) -> tuple[int, int, int]:
-    """Give the strides of pages, tokens and heads in bytes; 0 for a dimension of one index, which is never walked."""
-    page, token, head = (
+def _walked_strides(kv_cache: torch.Tensor) -> tuple[int, int]:
+    """Give the strides of pages and heads in bytes; 0 for a dimension of one index, which is never walked."""
+    page, head = (
         kv_cache.stride(dim) * kv_cache.element_size() if dim < kv_cache.dim() - 1 and kv_cache.shape[dim] > 1 else 0
-        for dim in range(3)
+        for dim in (0, 2)
     )
-    return page, token, head
+    return page, head
 
 
 class DecodeRunner:
@@ -159,12 +159,12 @@ class DecodeRunner:
             for name in _ADDRESSED:
                 _check_layout(name, getattr(tensors, name))
         if "kv_cache" not in m.decode.boxes:
-            for dim, stride in enumerate(_walked_strides(kv_cache)[:2]):
-                if not (stride < 1 << 31):
-                    raise ValueError(
-                        f"kv_cache has a stride of {stride} B in dimension {dim}; with pages of {m.cache.page_size} it "
-                        "must be below 2^31 B"
-                    )
+            stride, _ = _walked_strides(kv_cache)
+            if not (stride < 1 << 31):
+                raise ValueError(
+                    f"kv_cache has a stride of {stride} B in dimension 0; with pages of {m.cache.page_size} it must be "
+                    "below 2^31 B"
+                )
         blocks = -(-block_table.shape[1] * m.cache.page_size // m.decode.tile_tokens)
         line = shape.b * (max(blocks, 1) + m.decode.fixed_overhead_blocks)
         if not (shape.s_q * shape.heads_per_kv <= _MAX_ROWS):

@@ -1,8 +1,8 @@
-// Tiles of K that lie in several pages each: a few warps bring them together, by TMA or, of pages that are too small for it,
-// by copies of single threads. A box costs the warp that issues it some 50 cycles, however little it brings.
+// Tiles of K that lie in several pages each. A TMA box holds no more than a page and costs the warp that issues it some 50
+// cycles, however little it brings: so C::kLoaders warps share them, and where every token has a page of its own, the
+// threads of these warps copy them instead.
 //
-// `C` is as in decode.cuh; where threads copy it also has kColumns, elements of a row of K, and where several warps bring a
-// tile kLoaders, their number.
+// `C` is as in decode.cuh, with kLoaders; where threads copy also with kColumns, elements of a row of K.
 #pragma once
 
 #include "decode.cuh"
@@ -39,10 +39,10 @@ MLAFORGE_DEVICE void copy_boxes(const KvSource& kv, const int32_t* table, int bl
 
 // ---- By threads --------------------------------------------------------------------------------------------------
 
-// The cache as threads address it.
+// The cache as threads address it, one token a page.
 struct KvRows {
-  const unsigned char* head;  // this kv head's part of the first token
-  int page_stride, token_stride;  // bytes
+  const unsigned char* head;  // this kv head's part of the first page
+  int page_stride;            // bytes
   const int32_t* block_table;
   int64_t row_stride;  // elements from one request's row of the table to the next
   uint64_t cache_policy;
@@ -54,7 +54,7 @@ template <class C, int Warps>
 struct Gather {
   static constexpr int kSteps = C::kTokens / (4 * Warps);  // fours of tokens
   static constexpr int kEntries = (4 * kSteps + 31) / 32;
-  static_assert(C::kTokens % C::kPageSize == 0, "a token's place in its page is that in its block");
+  static_assert(C::kPageSize == 1, "the table has an entry for each token");
 
   int first;  // of the lane's tokens of a block; the next is 4 x Warps behind it
   int target;  // where the lane's piece of that token lies in a subtile
@@ -69,7 +69,7 @@ struct Gather {
     for (int i = 0; i < kEntries; ++i) {
       const int at = lane_id() + 32 * i;  // among the warp's tokens
       const int token = block * C::kTokens + (first & ~3) + at / 4 * (4 * Warps) + at % 4;
-      entry[i] = at < 4 * kSteps && token < kv_end ? load_global(table + token / C::kPageSize) : 0;
+      entry[i] = at < 4 * kSteps && token < kv_end ? load_global(table + token) : 0;
     }
   }
 
@@ -79,15 +79,11 @@ struct Gather {
   MLAFORGE_DEVICE int page(int step) const {
     return __shfl_sync(0xffffffffu, entry[step / 8], 4 * step % 32 + (lane_id() >> 3));
   }
-  // Where its piece of a subtile comes from; `column` is that of the cache's first token.
-  MLAFORGE_DEVICE const unsigned char* source(const KvRows& kv, const unsigned char* column, int step, int page) const {
-    return strided(column, page, kv.page_stride) + (first + 4 * Warps * step) % C::kPageSize * kv.token_stride;
-  }
-  // And where in the subtile it goes: of lines that are four apart the swizzle differs in one bit.
+  // Where in the subtile its piece goes: of lines that are four apart the swizzle differs in one bit.
   MLAFORGE_DEVICE int place(int step) const { return (target ^ ((4 * Warps * step & 4) << 4)) + 4 * Warps * step * 128; }
 };
 
-// A lane's column of a subtile, in the cache's first token, and whether the row has it: the last subtile may be part zeros,
+// A lane's piece of a subtile, in the cache's first page, and whether the row has it: the last subtile may be part zeros,
 // which no product reads.
 MLAFORGE_DEVICE const unsigned char* column_of(const KvRows& kv, int subtile) {
   return kv.head + 128 * subtile + 16 * (lane_id() & 7);
@@ -104,7 +100,7 @@ MLAFORGE_DEVICE void gather_block(const KvRows& kv, const Gather<C, Warps>& gath
   const unsigned char* column = column_of(kv, First);
 #pragma unroll
   for (int step = 0; step < Gather<C, Warps>::kSteps; ++step) {
-    const unsigned char* from = gather.source(kv, column, step, gather.page(step));
+    const unsigned char* from = strided(column, gather.page(step), kv.page_stride);
     if (!gather.needs(step, tokens)) continue;
 #pragma unroll
     for (int subtile = 0; subtile < Count; ++subtile) {
@@ -123,7 +119,7 @@ MLAFORGE_DEVICE void gather_subtile(const KvRows& kv, const Gather<C, C::kLoader
 #pragma unroll
   for (int step = 0; step < Gather<C, C::kLoaders>::kSteps; ++step) {
     if (!gather.needs(step, tokens)) continue;
-    copy_async_16(to + gather.place(step), gather.source(kv, column, step, page[step]), kv.cache_policy);
+    copy_async_16(to + gather.place(step), strided(column, page[step], kv.page_stride), kv.cache_policy);
   }
 }
 
