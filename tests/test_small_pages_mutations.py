@@ -13,12 +13,14 @@ import pytest
 import torch
 
 import mlaforge
+from mlaforge.compiler import compile_kernel
 from mlaforge.simulator import SimulatorOptions
 from mlaforge.verify import Problem, run_problem
 from mlaforge_generator.emit import write_folder
 from mlaforge_generator.plan import make_plan
 from mlaforge_generator.render import render
-from mlaforge_generator.spec import parse_spec
+from mlaforge_generator.resources import find_spec
+from mlaforge_generator.spec import Spec, load_spec, parse_spec
 from mutants import Mutants, Mutation, require_caught
 
 MODES = ("random", "lazy", "eager")
@@ -167,6 +169,21 @@ def test_nothing_is_found_where_no_mutation_is_on(
     kernel: tuple[str, int], mutants: dict[tuple[str, int], Mutants], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not list(reports_of(mutants[kernel].switch(-1, monkeypatch), seeds=3))
+
+
+# ---- For the GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
+def test_copies_by_threads_fit_the_loaders_registers(tmp_path: Path) -> None:
+    """No warpgroup has fewer registers than the loaders of this one."""
+    spec = load_spec(find_spec("deepseek_v3"))
+    tree = spec.model_dump(exclude_none=True)
+    tree["cache"]["page_size"] = 1
+    write_folder(tmp_path / "pages", render(make_plan(Spec.model_validate(tree))))
+    (report,) = compile_kernel(tmp_path / "pages" / "decode.cu").with_sass().kernels.values()
+    assert report.spill_stores == report.spill_loads == report.stack_frame == 0 and not report.serialized
+    assert report.sass is not None and {"LDGSTS", "ARRIVES"} <= set(report.sass)
 
 
 # ---- Calls -----------------------------------------------------------------------------------------------------------
