@@ -112,7 +112,7 @@ MUTATIONS = (
     Mutation("P is read before the other warps have stored it", "named_barrier_sync(barrier, 128);", "", f"{RACE}|uninitialised", behind="store_column_probabilities<Element, kRows>("),
     Mutation("P is replaced while other warps' products read it", "named_barrier_any(barrier, 128, passes_reference<kRows>(s, state, scale_log2, kSlack))", "false", RACE),
     Mutation("a warpgroup runs ahead of the tiles of the other", "mbarrier_wait(scored(base, group ^ 1), turn.phase());", "", RACE),
-    Mutation("scores of a subtile that has not landed", "mbarrier_wait(full(base, at.stage()), at.phase());", "", f"{RACE}|uninitialised"),
+    Mutation("scores of a subtile that has not landed", "mbarrier_wait(full(base, ring.stage()), ring.phase());", "", f"{RACE}|uninitialised"),
     Mutation("subtiles are given back before their product is done", "wgmma_wait<Left - 1>();\n    release(empty(base, ring.stage()));", "release(empty(base, ring.stage())); wgmma_wait<Left - 1>();", RACE),
     Mutation("the columns behind V are free one warp early", "mbarrier_init(empty(base, i), 4)", "mbarrier_init(empty(base, i), 3)", ""),
     Mutation("Q is replaced before the sums were joined", "mbarrier_init(q_empty(base, i), 256)", "mbarrier_init(q_empty(base, i), 128)", ""),
