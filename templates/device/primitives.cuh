@@ -461,9 +461,9 @@ MLAFORGE_DEVICE void bulk_wait_read() {
 // fence_proxy_async() before TMA or WGMMA touch what they wrote.
 
 // `dst` and `src` are multiples of 16.
-MLAFORGE_DEVICE void copy_async_16(smem_t dst, const void* src, uint64_t cache_policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(cache_policy)
-               : "memory");
+// Without a cache policy: of an address in a uniform register and a policy ptxas 13.0 makes an LDGSTS that is none.
+MLAFORGE_DEVICE void copy_async_16(smem_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 
 // One of the arrivals that `bar` counts, as soon as all copies that this thread has started so far have landed.

@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(64)
       mbarrier_wait(empty, phase ^ 1);
       for (int i = 0; i < 2; ++i) {
         const int piece = round * kPieces + 32 * i + t;
-        copy_async_16(buffer + 16 * load_global(to + piece), in + 4 * load_global(from + piece), kEvictNormal);
+        copy_async_16(buffer + 16 * load_global(to + piece), in + 4 * load_global(from + piece));
       }
       copy_async_arrive(full);
     } else {
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(64)
   }
   if (t < 32) {
     const smem_t mine = base + 2 * kBytes + 16 * t;
-    copy_async_16(mine, in + 4 * t, kEvictFirst);
+    copy_async_16(mine, in + 4 * t);
     copy_async_wait();
     int32_t v[4];
     load_shared_v4(mine, v);

@@ -668,7 +668,7 @@ void bulk_wait_read(Where where = Where::current()) {
 
 // ---- Copies by single threads
 
-inline void copy_async_16(smem_t dst, const void* src, uint64_t, Where where = Where::current()) {
+inline void copy_async_16(smem_t dst, const void* src, Where where = Where::current()) {
   if ((dst | reinterpret_cast<std::uintptr_t>(src)) % 16) {
     sim::machine->fail(where, "copy of 16 bytes from %p to shared address %u: no multiples of 16", src, dst - sim::kSharedBase);
   }
