@@ -21,6 +21,7 @@ from mlaforge.attention_batch import AttentionBatch
 from mlaforge.attention_config import AttentionConfig
 from mlaforge.attention_reference import ReferenceAttention
 from mlaforge.chunked import ContextRounds
+from mlaforge.formats import FORMATS
 from mlaforge.manifest import Manifest, read_manifest
 from mlaforge.memory_reference import append_reference, gather_reference
 from mlaforge.reference import chunked_prefill_reference, decode_reference
@@ -218,8 +219,16 @@ class ExactKernels(MLA):
         self.manifest = manifest
         self.backend: Any = SimpleNamespace(device_type="cpu")
 
-    def decode(self, q: torch.Tensor, *arguments: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = decode_reference(q, *arguments, d_v=self.manifest.d_v, **options)  # type: ignore[arg-type]
+    def decode(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        *arguments: torch.Tensor,
+        tensor_scale: torch.Tensor | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kv_cache = self.read(kv_cache, tensor_scale)
+        out, lse = decode_reference(q, kv_cache, *arguments, d_v=self.manifest.d_v, **options)
         return out.to(q.dtype), lse
 
     def append(
@@ -228,10 +237,26 @@ class ExactKernels(MLA):
         k_rope: torch.Tensor | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        *,
+        tensor_scale: torch.Tensor | None = None,
         **options: Any,
     ) -> None:
         kept, slots = slot_mapping >= 0, kv_cache.view(-1, kv_cache.shape[-1])
-        slots[slot_mapping[kept]] = append_reference(c_kv, k_rope, **options)[kept].to(c_kv)
+        tokens = append_reference(c_kv, k_rope, **options)[kept]
+        cache, rank = self.manifest.cache, self.manifest.d_v
+        if cache.quantised:
+            scale = None if tensor_scale is None else float(tensor_scale)
+            slots[slot_mapping[kept]] = FORMATS[cache.dtype].quantise(tokens[:, :rank], tokens[:, rank:], scale)
+        else:
+            slots[slot_mapping[kept]] = tokens.to(c_kv)
+
+    def read(self, kv_cache: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
+        """Give what a cache stands for."""
+        cache, rank = self.manifest.cache, self.manifest.d_v
+        if not cache.quantised:
+            return kv_cache
+        scale, form = None if tensor_scale is None else float(tensor_scale), FORMATS[cache.dtype]
+        return torch.cat(form.dequantise(kv_cache, rank, self.manifest.d_qk - rank, scale, torch.float64), -1)
 
     def gather(
         self,
@@ -240,10 +265,12 @@ class ExactKernels(MLA):
         cu_seqlens: torch.Tensor,
         *,
         seq_starts: torch.Tensor | None = None,
+        tensor_scale: torch.Tensor | None = None,
         total_tokens: int | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert total_tokens is not None and out is None
+        kv_cache = self.read(kv_cache, tensor_scale)
         rows = kv_cache.new_full((total_tokens, kv_cache.shape[-1]), torch.nan)
         return gather_reference(kv_cache, block_table, cu_seqlens, seq_starts, rows)
 
@@ -255,6 +282,7 @@ class ExactKernels(MLA):
         assert int(context_lens.max()) == options["max_context"]
         assert int(context_lens.sum()) == options["total_context"]
         assert rounds.seq_starts is context_lens and options["workspace_tokens"] > 0
+        tensors = (*tensors[:3], self.read(tensors[3], options["tensor_scale"]), *tensors[4:])
         out, lse = chunked_prefill_reference(*tensors, softmax_scale=options["softmax_scale"])  # type: ignore[misc]
         return (out.to(tensors[0]), lse) if options["out"] is None else (options["out"].copy_(out), lse)
 
@@ -298,6 +326,12 @@ class Steps:
         self.contexts = [0] * requests
         made: dict[str, Any] = {"dtype": layer.dtype, "device": self.device}
         self.cache = torch.full((1 + requests * pages, self.page, manifest.d_qk), math.nan, **made)
+        self.tensor_scale: torch.Tensor | None = None
+        if manifest.cache.quantised:
+            shape = (1 + requests * pages, self.page, manifest.cache.row_bytes)
+            self.cache = torch.full(shape, 0xFF, dtype=torch.uint8, device=self.device)
+            if manifest.cache.tensor_scale:
+                self.tensor_scale = torch.tensor([0.01], device=self.device)
         blocks = 1 + torch.randperm(requests * pages, generator=self.generator)
         self.table = torch.full((requests, pages + 1), NOWHERE, dtype=torch.int32, device=self.device)
         self.blocks = blocks.view(requests, pages).int().to(self.device)
@@ -316,7 +350,7 @@ class Steps:
         hidden = torch.randn(sum(lens), self.layer.config.hidden_size, generator=self.generator, dtype=torch.float64)
         hidden = hidden.to(self.device, self.layer.dtype)
         batch = AttentionBatch.make(self.layer.mla, lens, contexts, table, **options)
-        got = self.layer(hidden, self.cache, batch)
+        got = self.layer(hidden, self.cache, batch, tensor_scale=self.tensor_scale)
         want = []
         for i, piece in zip(requests, hidden.split(lens), strict=True):
             out, self.latents[i] = self.reference(piece, self.latents[i])

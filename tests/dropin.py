@@ -32,6 +32,7 @@ class DropIn:
         block_table: torch.Tensor,
         cache_seqlens: torch.Tensor,
         *,
+        tensor_scale: torch.Tensor | None = None,
         causal: bool = False,
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,

@@ -82,7 +82,7 @@ def calls(mla: MLA, device: str) -> dict[str, Call]:
         (q, cache, table, lengths),
         (q[:2], cache, table[:2], lengths[:2]),
         torch.ops.mlaforge.decode,
-        (q, cache, table, lengths, mla._runner.key, True, 0.1),
+        (q, cache, table, lengths, None, mla._runner.key, True, 0.1),
         results,
         ((0, 0), (2, 0), (3, 0)),
     )
@@ -115,7 +115,7 @@ def calls(mla: MLA, device: str) -> dict[str, Call]:
         new,
         (new[0][:11], new[1][:11], *new[2:5], nearer, lengths),
         torch.ops.mlaforge.chunked_prefill,
-        (*new, None, None, key, 70, 256, None, 0.1),
+        (*new, None, None, None, key, 70, 256, None, 0.1),
         of_prefill,
         ((0, 0), (1, 0)),
     )
@@ -126,7 +126,9 @@ def calls(mla: MLA, device: str) -> dict[str, Call]:
     ranges = (cache, table, ints(0, 10, 13, 14), ints(60, 2, 5))
     fewer = (cache, table[:2], ints(0, 10, 14), ints(60, 2))
     memory = mla._memory.key
-    made["gather"] = Call(gather, ranges, fewer, torch.ops.mlaforge.gather, (*ranges, 14, memory), (empty(14, 576),))
+    made["gather"] = Call(
+        gather, ranges, fewer, torch.ops.mlaforge.gather, (*ranges, None, 14, memory), (empty(14, 576),)
+    )
 
     def append(c_kv: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, *others: torch.Tensor) -> Results:
         slots, weight, positions, angles = others
@@ -152,7 +154,7 @@ def calls(mla: MLA, device: str) -> dict[str, Call]:
         tokens,
         tuple(each[:3] if i in (0, 1, 3, 5) else each for i, each in enumerate(tokens)),
         torch.ops.mlaforge.append,
-        (*tokens, 1e-6, True, memory),
+        (*tokens, None, 1e-6, True, memory),
         varies=((0, 0), (1, 0), (3, 0), (5, 0)),
     )
 

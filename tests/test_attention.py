@@ -31,7 +31,8 @@ from mlaforge.attention import MLAAttention
 from mlaforge.attention_batch import AttentionBatch, PrefillGroup
 from mlaforge.attention_config import AttentionConfig, PositionTables, Rotation
 from mlaforge.attention_reference import ReferenceAttention
-from mlaforge.manifest import read_manifest
+from mlaforge.formats import FORMATS
+from mlaforge.manifest import CacheFormat, read_manifest
 from mlaforge.simulator import Simulator, compile_library
 from test_verify import one_thread as one_thread
 
@@ -221,7 +222,9 @@ def test_softmax_scales(name: str) -> None:
 
 
 def test_every_shipped_spec_has_a_config() -> None:
-    assert {folder.name for folder in (ROOT / "generated").iterdir()} <= CONFIGS.keys()
+    manifests = [read_manifest(folder) for folder in (ROOT / "generated").iterdir()]
+    # A quantised cache is another's, of the same model.
+    assert {each.name.removesuffix(f"_{each.cache.dtype}") for each in manifests} <= CONFIGS.keys()
 
 
 def test_pairs_and_oddities() -> None:
@@ -403,6 +406,21 @@ def test_a_spec_without_prefill_attends_in_the_latent_space() -> None:
     steps = Steps(layer, weights, requests=2)
     got, want = steps.step([30, 1])
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("threshold", [0, 4])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_quantised_cache(dtype: str, threshold: int) -> None:
+    """Prompts and their continuations: what the format loses, and nothing else."""
+    config, form = AttentionConfig.from_hf({**GATED, "kv_lora_rank": 128}), FORMATS[dtype]
+    cache = CacheFormat(dtype, 64, form.row_bytes(128, 16), quantised=True, tensor_scale=form.layout.tensor_scale)
+    layer = exact_layer(config, cache=cache, prefill_absorption_threshold=threshold)
+    weights = weights_of(layer, seed=5)
+    layer.load_state_dict(weights)
+    steps = Steps(layer, weights, requests=3)
+    for lens in ([70, 3, 1], [1, 9, 2], [1, 1, 70]):
+        got, want = steps.step(lens)
+        assert 1e-4 < error(got, want) < (0.15 if dtype == "nvfp4" else 0.05)
 
 
 @pytest.mark.parametrize("name", ["biases, half-split", "Kimi-K3", "Ling-3", "DeepSeek-V2-Lite"])

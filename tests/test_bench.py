@@ -92,7 +92,7 @@ def test_work_of_a_case() -> None:
     case = Case(2, 100, 16, 2)
     assert case.tokens == 200 and case.rows == 32 and case.causal
     assert case.flops(576, 512) == 2 * 200 * 32 * 1088
-    assert case.bytes(576, 512) == 200 * 1152 + 2 * 64 * 1088
+    assert case.bytes(576, 512, 1152) == 200 * 1152 + 2 * 64 * 1088
 
 
 def test_statistics() -> None:
@@ -173,7 +173,9 @@ class Ours:
         d_qk=576,
         d_v=512,
         softmax_scale=SCALE,
-        cache=SimpleNamespace(dtype="bf16", page_size=PAGE),
+        element="bf16",
+        decodes=("decode",),
+        cache=SimpleNamespace(dtype="bf16", page_size=PAGE, row_bytes=1152, quantised=False, tensor_scale=False),
         model={"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     )
 
@@ -776,7 +778,8 @@ def test_measured_constants_can_be_put_in_the_planners_table() -> None:
 
 
 def predicted(rows: int, **changes: Any) -> Any:
-    settings = {"d_qk": 576, "d_v": 512, "tile_rows": 64, "tile_tokens": 64, "batch": 64, "context": 8192}
+    settings = {"d_qk": 576, "d_v": 512, "row_bytes": 1152, "tile_rows": 64, "tile_tokens": 64, "batch": 64}
+    settings |= {"context": 8192}
     return decode_energy(H200, rows=rows, **{**settings, **changes})
 
 
@@ -810,7 +813,8 @@ def test_energy_of_a_token_by_hand() -> None:
 def test_a_cap_out_of_reach_leaves_the_floor() -> None:
     model = dataclasses.replace(H200.energy, power_cap_watts=5000.0)
     target = dataclasses.replace(H200, energy=model)
-    settings = {"d_qk": 576, "d_v": 512, "tile_rows": 64, "tile_tokens": 64, "batch": 64, "context": 8192}
+    settings = {"d_qk": 576, "d_v": 512, "row_bytes": 1152, "tile_rows": 64, "tile_tokens": 64, "batch": 64}
+    settings |= {"context": 8192}
     memory, compute = (decode_energy(target, rows=rows, **settings) for rows in (64, 128))
     assert memory.bound == "memory" and memory.gbps == pytest.approx(4580)
     assert compute.bound == "compute" and compute.tflops == pytest.approx(792)

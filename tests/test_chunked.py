@@ -369,7 +369,7 @@ def test_operator(name: str) -> None:
     tensors = [given_[each] for each in list(given_)[:7]]
     results = [given_["out"], given_["lse"]] if name.endswith("out") else []
     numbers = (simulated().chunked.key, 20, 64, None, 0.1)
-    torch.library.opcheck(getattr(torch.ops.mlaforge, name), (*tensors, None, None, *results, *numbers))
+    torch.library.opcheck(getattr(torch.ops.mlaforge, name), (*tensors, None, None, None, *results, *numbers))
 
 
 def test_torch_compile() -> None:

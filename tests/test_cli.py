@@ -100,6 +100,22 @@ def test_plan_as_json_is_for_programs() -> None:
     assert all(cost["floor_us"] == max(cost["memory_us"], cost["compute_us"]) for cost in data["costs"])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "row_bytes", "fits"),
+    [("fp8_e4m3", 576, 4_012_978), ("fp8_ds_mla", 656, 3_523_590), ("nvfp4", 416, 5_556_431)],
+)
+def test_plan_of_a_quantised_cache(dtype: str, row_bytes: int, fits: int) -> None:
+    """What a token takes, and the context that fits."""
+    name = f"deepseek_v3_{dtype}"
+    text = run("plan", name).stdout
+    for words in (f"{dtype} cache of {row_bytes} B a token", f"MLA, {dtype}", f"141 GB hold a context of {fits:,}"):
+        assert words in text, words
+    data = json.loads(run("plan", name, "--json").stdout)
+    sizes = data["cache_sizes"]
+    assert (sizes["row_bytes"], sizes["memory"], sizes["context_that_fits"]) == (row_bytes, 141_000_000_000, fits)
+    assert {cost["cache_bytes"] // (cost["batch"] * cost["context"]) for cost in data["costs"]} == {row_bytes}
+
+
 def test_plan_at_a_given_shape() -> None:
     arguments = ("--batch", "3", "--context", "100", "--s-q", "2", "--heads", "7", "--layers", "5")
     data = json.loads(run("plan", "deepseek_v3", "--json", *arguments).stdout)

@@ -116,7 +116,7 @@ def test_completion_scripts(shell: str) -> None:
     [
         ("mlaforge ca", {"cache"}),
         ("mlaforge cache ", {"list", "verify", "clear"}),
-        ("mlaforge plan deepseek_", {"deepseek_v2", "deepseek_v2_lite", "deepseek_v3"}),
+        ("mlaforge plan deepseek_v2", {"deepseek_v2", "deepseek_v2_lite"}),
         ("mlaforge compile minicpm3 glm_5_3", {"glm_5_3_flash"}),
         ("mlaforge export minicpm3 --format c", {"c-header", "cmake"}),
         ("mlaforge make no_such/sp", {"no_such/sp"}),

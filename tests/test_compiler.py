@@ -46,7 +46,11 @@ def compiled(source: Path) -> CompiledKernel:
     return compile_kernel(source).with_sass()
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def quantised(folder: Path) -> bool:
+    return mlaforge.read_manifest(folder).cache.quantised
+
+
+@pytest.mark.parametrize("folder", [each for each in FOLDERS if not quantised(each)], ids=lambda folder: folder.name)
 def test_shipped_decode_kernel(folder: Path) -> None:
     kernel = compiled(folder / "decode.cu")
     report = kernel.kernels["mla_decode"]
@@ -66,15 +70,15 @@ def test_shipped_decode_kernel(folder: Path) -> None:
     assert report.sass.get("LDL", 0) == report.sass.get("STL", 0) == 0
 
 
-def distinct(file: str) -> list[Path]:
+def distinct(file: str, quantised_too: bool = True) -> list[Path]:
     """Choose one of the shipped folders for every text of a kernel that there is, comments aside."""
-    folders = {re.sub("//.*", "", (folder / file).read_text()): folder for folder in reversed(FOLDERS)}
-    return sorted(folders.values())
+    with_it = [each for each in reversed(FOLDERS) if (each / file).exists() and (quantised_too or not quantised(each))]
+    return sorted({re.sub("//.*", "", (folder / file).read_text()): folder for folder in with_it}.values())
 
 
 @pytest.mark.parametrize(
     ("rows", "folder"),
-    [(rows, folder) for rows in (16, 32) for folder in distinct(f"decode_{rows}.cu")],
+    [(rows, folder) for rows in (16, 32) for folder in distinct(f"decode_{rows}.cu", quantised_too=False)],
     ids=lambda value: str(value) if isinstance(value, int) else value.name,
 )
 def test_shipped_decode_kernel_of_few_rows(rows: int, folder: Path) -> None:
@@ -84,9 +88,34 @@ def test_shipped_decode_kernel_of_few_rows(rows: int, folder: Path) -> None:
     assert report.spill_stores == report.spill_loads == report.stack_frame == report.static_smem == 0
     assert report.registers == 168 and report.sass is not None
     manifest = mlaforge.read_manifest(folder)
-    # One body for all tiles: the scores' depth is d_qk; for every 64 columns of V four products of 16 tokens.
-    assert report.sass["HGMMA"] == manifest.d_qk // 16 + manifest.d_v // 64 * 4
+    # One body for all tiles: scores of 64 columns of V twice, in a loop, and those that follow it; for every 64 columns
+    # of V four products of 16 tokens.
+    behind = (manifest.d_qk - manifest.d_v) // 16 or 4
+    assert report.sass["HGMMA"] == 2 * 4 + behind + manifest.d_v // 64 * 4
     assert report.sass["USETMAXREG"] == 2 and report.sass["STSM"] > 0
+    assert report.sass.get("LDL", 0) == report.sass.get("STL", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "folder"),
+    [
+        (kernel.source.name, folder)
+        for folder in FOLDERS
+        if quantised(folder)
+        for kernel in mlaforge.read_manifest(folder).decodes
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_shipped_decode_kernel_of_a_quantised_cache(file: str, folder: Path) -> None:
+    kernel = compiled(folder / file)
+    (report,) = kernel.kernels.values()
+    assert not report.serialized and not kernel.warnings
+    assert report.spill_stores == report.spill_loads == report.stack_frame == report.static_smem == 0
+    assert report.sass is not None
+    manifest = mlaforge.read_manifest(folder)
+    # One body for all tiles, the depth of the scores unrolled.
+    assert report.sass["HGMMA"] == manifest.d_qk // 16 + manifest.d_v // 64 * 4
+    assert report.sass["USETMAXREG"] == 2 and report.sass["UTMALDG"] >= 2
     assert report.sass.get("LDL", 0) == report.sass.get("STL", 0) == 0
 
 

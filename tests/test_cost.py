@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge_generator.cost import binary_bytes, cache_sizes, decimal_bytes, decode_cost, decode_energy, split_counts
+from mlaforge_generator.cost import (
+    binary_bytes,
+    cache_sizes,
+    context_that_fits,
+    decimal_bytes,
+    decode_cost,
+    decode_energy,
+    split_counts,
+)
 from mlaforge_generator.plan import Plan, SchedulePolicy, make_plan
 from mlaforge_generator.resources import find_spec
-from mlaforge_generator.spec import load_spec
+from mlaforge_generator.spec import Cache, load_spec
+from mlaforge_generator.target import H200
 
 
 def plan_of(name: str = "deepseek_v3") -> Plan:
@@ -26,7 +35,7 @@ def at_rates(bandwidth: float, rate: float) -> Plan:
 
 
 def test_cache_sizes_are_exact() -> None:
-    mha, gqa, mla = cache_sizes(plan_of().spec.model, batch=16, context=65_536, layers=60)
+    mha, gqa, mla = cache_sizes(plan_of().spec, batch=16, context=65_536, layers=60)
     assert [size.kind for size in (mha, gqa, mla)] == ["MHA", "GQA-8", "MLA"]
     assert [size.token_layer for size in (mha, gqa, mla)] == [65_536, 4_096, 1_152]
     assert (mha.total, gqa.total, mla.total) == (4_123_168_604_160, 257_698_037_760, 72_477_573_120)
@@ -35,9 +44,30 @@ def test_cache_sizes_are_exact() -> None:
 
 
 def test_gqa_has_no_more_heads_than_there_are() -> None:
-    model = plan_of().spec.model.model_copy(update={"num_attention_heads": 4})
-    mha, gqa, _ = cache_sizes(model, batch=1, context=1, layers=1)
+    spec = plan_of().spec
+    few = spec.model_copy(update={"model": spec.model.model_copy(update={"num_attention_heads": 4})})
+    mha, gqa, _ = cache_sizes(few, batch=1, context=1, layers=1)
     assert mha.total == gqa.total == 4 * 256 * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row_bytes", "fits"),
+    [
+        ("bf16", 1_152, 2_006_489),
+        ("fp8_e4m3", 576, 4_012_978),
+        ("fp8_e4m3_token", 656, 3_523_590),
+        ("fp8_ds_mla", 656, 3_523_590),
+        ("nvfp4", 416, 5_556_431),
+    ],
+)
+def test_a_quantised_cache_holds_more_context(dtype: str, row_bytes: int, fits: int) -> None:
+    """Of 61 layers in 141 GB; beside the format's own bytes stand those of bf16."""
+    spec = plan_of().spec
+    spec = spec.model_copy(update={"cache": Cache.model_validate({"dtype": dtype})})
+    sizes = cache_sizes(spec, batch=2, context=100, layers=61)
+    assert context_that_fits(spec, H200, layers=61) == fits == 141_000_000_000 // (row_bytes * 61)
+    assert [size.token_layer for size in sizes[2:]] == ([1_152] if dtype == "bf16" else [1_152, row_bytes])
+    assert sizes[-1].total == row_bytes * 2 * 100 * 61
 
 
 @pytest.mark.parametrize(
@@ -103,6 +133,7 @@ def test_energy_of_the_products_of_few_rows(rows: int, matrix_nj: float) -> None
         plan.target,
         d_qk=576,
         d_v=512,
+        row_bytes=1152,
         tile_rows=tile.rows,
         tile_tokens=tile.tokens,
         batch=64,

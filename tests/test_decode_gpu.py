@@ -356,12 +356,12 @@ def test_current_stream() -> None:
 def test_operator() -> None:
     mla = variant(576, 512)
     arguments = _arguments()
-    torch.library.opcheck(torch.ops.mlaforge.decode, (*arguments.values(), mla._runner.key, False, 0.1))
+    torch.library.opcheck(torch.ops.mlaforge.decode, (*arguments.values(), None, mla._runner.key, False, 0.1))
     out = torch.empty(2, 1, 16, 512, dtype=torch.bfloat16, device="cuda")
     lse = torch.empty(2, 16, 1, device="cuda")
     torch.library.opcheck(
         torch.ops.mlaforge.decode_out,
-        (*arguments.values(), out, lse, mla._runner.key, False, 0.1),
+        (*arguments.values(), None, out, lse, mla._runner.key, False, 0.1),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -67,6 +67,7 @@ def test_the_fields_names(name: str) -> None:
     spec = load_spec(find_spec(name))
     plan = make_plan(spec)
     plugin = json.loads(write_plugin(plan))["mla_plugin"]
+    stages = {"num_stages": plan.decode.tile.stages} if plan.decodes else {}
     assert plugin == {
         "name": name,
         "num_heads": spec.model.num_attention_heads,
@@ -74,12 +75,12 @@ def test_the_fields_names(name: str) -> None:
         "latent_kv_dim": spec.model.kv_lora_rank,
         "rope_dim": spec.model.qk_rope_head_dim,
         "tile_s": 64,
-        "num_stages": plan.decode.tile.stages,
+        **stages,
         "page_size": 64,
         "enable_matrix_absorption": True,
         "prefill_absorption_threshold": spec.dispatch.prefill_absorption_threshold,
         "rope_compute_dtype": "fp32",
-        "kv_cache_dtype": "bf16",
+        "kv_cache_dtype": spec.cache.dtype,
     }
     header = write_header(plan)
     constants = dict(re.findall(r"^static const int (\w+) = (\d+);", header, re.MULTILINE))
@@ -87,7 +88,7 @@ def test_the_fields_names(name: str) -> None:
     assert constants["kHeadDimC"] == str(spec.model.qk_nope_head_dim)
     assert constants["kLatentKV"] == str(spec.model.kv_lora_rank)
     assert constants["kRopeDim"] == str(spec.model.qk_rope_head_dim)
-    assert constants["kTileS"] == "64" and constants["kNumStages"] == str(plan.decode.tile.stages)
+    assert constants["kTileS"] == "64" and constants.get("kNumStages") == (str(*stages.values()) or None)
     assert constants["kPrefillThresh"] == str(spec.dispatch.prefill_absorption_threshold)
 
 

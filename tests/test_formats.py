@@ -167,13 +167,18 @@ def test_dimensions_without_rows_are_refused(fmt: Format) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_no_spec_can_ask_for_them(name: str, tmp_path: Path) -> None:
+def test_a_spec_can_ask_for_them(name: str, tmp_path: Path) -> None:
     text = find_spec("deepseek_v3").read_text()
     changed = text.replace("dtype: bf16", f"dtype: {name}")
     assert changed != text
     path = tmp_path / "x.yaml"
     path.write_text(changed)
-    with pytest.raises(SpecError, match=r"cache\.dtype"):
+    spec = load_spec(path)
+    assert spec.layout is LAYOUTS[name] and spec.element == "bf16"
+    assert spec.row_bytes == FORMATS[name].row_bytes(512, 64)
+    # And for no other.
+    path.write_text(text.replace("dtype: bf16", f"dtype: {name}x"))
+    with pytest.raises(SpecError, match=rf"cache\.dtype: must be bf16, fp16, .*{list(LAYOUTS)[-1]}; got '?{name}x"):
         load_spec(path)
 
 

@@ -410,13 +410,13 @@ def operator_arguments() -> dict[str, tuple[Any, ...]]:
     mla = variant()
     key = mla._memory.key
     cache = torch.randn(4, 64, 576).bfloat16()
-    ranges = (cache, ints(2, 3), torch.tensor([0, 3, 10], dtype=torch.int32), None)
+    ranges = (cache, ints(2, 3), torch.tensor([0, 3, 10], dtype=torch.int32), None, None)
     partials = tuple(x for _ in range(2) for x in (torch.randn(5, 3, 64).bfloat16(), torch.randn(3, 5)))
     tokens = (torch.randn(5, 512).bfloat16(), torch.randn(5, 64).bfloat16(), cache, torch.arange(5))
     return {
         "gather": (*ranges, 10, key),
         "gather_out": (*ranges, zeros(10, 576), key),
-        "append": (*tokens, torch.ones(512).bfloat16(), ints(5), torch.ones(9, 64), 1e-6, True, key),
+        "append": (*tokens, torch.ones(512).bfloat16(), ints(5), torch.ones(9, 64), None, 1e-6, True, key),
         "merge": (*partials, key),
         "merge_out": (*partials, zeros(5, 3, 64), torch.zeros(3, 5), key),
     }

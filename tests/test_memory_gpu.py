@@ -247,7 +247,7 @@ def test_gather_of_large_batches(batch: int) -> None:
 def test_operators() -> None:
     mla = variant()
     key = mla._memory.key
-    ranges = (normal(4, 64, 576), torch.zeros(1, 3, dtype=torch.int32, device="cuda"), int32(0, 9), int32(60))
+    ranges = (normal(4, 64, 576), torch.zeros(1, 3, dtype=torch.int32, device="cuda"), int32(0, 9), int32(60), None)
     partials = (normal(5, 3, 64), normal(3, 5).float(), normal(5, 3, 64), normal(3, 5).float())
     slots = torch.arange(5, device="cuda")
     check = torch.library.opcheck
@@ -255,7 +255,7 @@ def test_operators() -> None:
     check(torch.ops.mlaforge.gather_out, (*ranges, normal(9, 576), key))
     check(
         torch.ops.mlaforge.append,
-        (normal(5, 512), normal(5, 64), ranges[0], slots, normal(512), slots, angles(9), 1e-6, True, key),
+        (normal(5, 512), normal(5, 64), ranges[0], slots, normal(512), slots, angles(9), None, 1e-6, True, key),
     )
     check(torch.ops.mlaforge.merge, (*partials, key))
     check(torch.ops.mlaforge.merge_out, (*partials, normal(5, 3, 64), normal(3, 5).float(), key))

@@ -23,8 +23,8 @@ SPEC = "deepseek_v3"
 WRONG = "elements differ"
 BEYOND = "beyond the tolerance"
 MUTATIONS: tuple[tuple[Mutation, MemoryProblem], ...] = (
-    (Mutation("a row behind the last is looked up", "row < load_global(cu_seqlens + batch)", "true", WRONG, file="gather.cu"), GatherProblem(counts=(5,), extra_rows=9)),
-    (Mutation("the sequence of a row is the one that ends there", "load_global(cu_seqlens + middle) <= row", "load_global(cu_seqlens + middle) < row", WRONG, file="gather.cu"), GatherProblem(counts=(3, 0, 5, 64))),
+    (Mutation("a row behind the last is looked up", "row >= load_global(ranges.cu_seqlens + ranges.batch)", "false", WRONG, file="memory.cuh"), GatherProblem(counts=(5,), extra_rows=9)),
+    (Mutation("the sequence of a row is the one that ends there", "load_global(cu_seqlens + middle) <= row", "load_global(cu_seqlens + middle) < row", WRONG, file="memory.cuh"), GatherProblem(counts=(3, 0, 5, 64))),
     (Mutation("a lane sums without half of the others", "8", "4", BEYOND, file="append.cu", behind="int mask = "), AppendProblem(tokens=3, norm=True)),
     (Mutation("a slot of -1 is one", "slot >= 0 && slot < slots", "slot < slots", "out of bounds|differ", file="append.cu"), AppendProblem(tokens=4, left_out=2)),
     (Mutation("lanes write before others have read", "__syncwarp();", "", BEYOND, file="merge.cu"), MergeProblem(tokens=9, heads=3, width=128, in_place=1)),

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlaforge
+from mlaforge.formats import FORMATS
 from mlaforge.manifest import Manifest, read_manifest
 from mlaforge.memory_reference import append_reference, gather_reference, merge_reference
 from mlaforge.memory_verify import (
@@ -36,7 +37,10 @@ from test_verify import one_thread as one_thread
 
 GENERATED = Path(__file__).parents[1] / "generated"
 MANIFESTS = [read_manifest(GENERATED / name) for name in ("deepseek_v3", "minicpm3", "glm_5_3_flash")]
-PAGE_1 = dataclasses.replace(MANIFESTS[1], cache=dataclasses.replace(MANIFESTS[1].cache, dtype="fp16", page_size=1))
+QUANTISED = [read_manifest(GENERATED / f"deepseek_v3_{name}") for name in ("nvfp4", "fp8_ds_mla", "fp8_e4m3")]
+PAGE_1 = dataclasses.replace(
+    MANIFESTS[1], element="fp16", cache=dataclasses.replace(MANIFESTS[1].cache, dtype="fp16", page_size=1)
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class TorchKernels:
         cu_seqlens: torch.Tensor,
         *,
         seq_starts: torch.Tensor | None = None,
+        tensor_scale: torch.Tensor | None = None,
         total_tokens: int | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -65,6 +70,8 @@ class TorchKernels:
             cu_seqlens = torch.cat([cu_seqlens[:-1], cu_seqlens[-1:] - 1])
         if self.fault == "pages of the first sequence serve all":
             block_table = block_table[:1].expand_as(block_table)
+        if self.manifest.cache.quantised:
+            kv_cache = self._read(kv_cache, tensor_scale)
         out.copy_(gather_reference(kv_cache, block_table, cu_seqlens, seq_starts, out))
         if self.fault == "rows of nobody are cleared":
             out[int(cu_seqlens[-1]) :] = 0
@@ -84,8 +91,9 @@ class TorchKernels:
         positions: torch.Tensor | None = None,
         cos_sin_cache: torch.Tensor | None = None,
         interleaved: bool | None = None,
+        tensor_scale: torch.Tensor | None = None,
     ) -> None:
-        page, dtype = self.manifest.cache.page_size, kv_cache.dtype
+        page, dtype = self.manifest.cache.page_size, c_kv.dtype
         if self.fault == "raises":
             raise RuntimeError("no such slot")
         if self.fault == "the other pairs":
@@ -118,7 +126,45 @@ class TorchKernels:
             slots = (slots + 1).where(slots >= 0, slots)
         kept = (slots >= 0) & (slots < places)
         cache = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
-        cache[slots[kept] // page, slots[kept] % page] = tokens[kept].to(dtype)
+        if self.manifest.cache.quantised:
+            cache[slots[kept] // page, slots[kept] % page] = self._written(tokens[kept], tensor_scale)
+        else:
+            cache[slots[kept] // page, slots[kept] % page] = tokens[kept].to(dtype)
+
+    def _read(self, kv_cache: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
+        form, rank = FORMATS[self.manifest.cache.dtype], self.manifest.d_v
+        if self.fault == "the scale of the cache is 1" and tensor_scale is not None:
+            tensor_scale = torch.ones(1)
+        scale = None if tensor_scale is None else float(tensor_scale)
+        dtype = torch.float32 if self.fault == "rounded to fp16 on the way" else torch.bfloat16
+        read = torch.cat(form.dequantise(kv_cache, rank, self.manifest.d_qk - rank, scale, dtype), -1)
+        return read.half().bfloat16() if dtype == torch.float32 else read
+
+    def _written(self, tokens: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
+        form, rank = FORMATS[self.manifest.cache.dtype], self.manifest.d_v
+        scale = None if tensor_scale is None else float(tensor_scale)
+        if self.fault == "rounded to bf16 before it is quantised":
+            tokens = tokens.bfloat16()
+        rows = form.quantise(tokens[:, :rank], tokens[:, rank:], scale)
+        parts = {part.name: part for part in form.layout.parts(rank, tokens.shape[1] - rank)}
+        latent = rows[:, parts["latent"].offset : parts["latent"].offset + parts["latent"].bytes]
+        if self.fault == "the halves of a byte are swapped":
+            latent.copy_(latent << 4 | latent >> 4)
+        if self.fault == "a code is off by one in the last place":
+            latent[:, 5] ^= 1
+        if self.fault == "scales twice as large" and parts["scales"].dtype == "f32":
+            scales = rows[:, parts["scales"].offset : parts["scales"].offset + parts["scales"].bytes]
+            doubled = scales.clone().view(torch.float32) * 2
+            halves = form.quantise(tokens[:, :rank] / 2, tokens[:, rank:], scale)[:, : latent.shape[1]]
+            latent.copy_(halves)
+            scales.copy_(doubled.view(torch.uint8))
+        if self.fault == "the blocks of a row the other way around":
+            scales = rows[:, parts["scales"].offset : parts["scales"].offset + parts["scales"].bytes]
+            scales.copy_(scales.flip(1))
+        if self.fault == "the rotary part is the next token's":
+            rope = rows[:, parts["rope"].offset : parts["rope"].offset + parts["rope"].bytes]
+            rope.copy_(rope.roll(1, 0).flip(1))
+        return rows
 
     def merge(
         self,
@@ -204,10 +250,47 @@ def test_a_fault_is_found_shrunk_and_replayed(fault: str) -> None:
     assert replayed.run(TorchKernels(), "cpu").ok
 
 
+@pytest.mark.parametrize("manifest", QUANTISED, ids=lambda m: m.name)
+def test_right_quantised_kernels_pass(manifest: Manifest) -> None:
+    problems = [problem for problem in random_problems(manifest, 25, 1, 300) if problem.kernel != "merge"]
+    report = verify_problems(TorchKernels(manifest=manifest), problems, device="cpu")
+    assert report.failure is None, report.failure
+    assert report.counts == {"gather": 25, "append": 25}
+
+
+# By the format in which they can be.
+QUANTISED_FAULTS = {
+    "the scale of the cache is 1": ("nvfp4", "gather"),
+    "rounded to fp16 on the way": ("fp8_ds_mla", "gather"),
+    "starts are off by one": ("nvfp4", "gather"),
+    "rounded to bf16 before it is quantised": ("fp8_ds_mla", "append"),
+    "the halves of a byte are swapped": ("nvfp4", "append"),
+    "a code is off by one in the last place": ("fp8_e4m3", "append"),
+    "scales twice as large": ("fp8_ds_mla", "append"),
+    "the blocks of a row the other way around": ("nvfp4", "append"),
+    "the rotary part is the next token's": ("nvfp4", "append"),
+    "turned backwards": ("fp8_e4m3", "append"),
+    "not normalised": ("nvfp4", "append"),
+    "slots are off by one": ("fp8_ds_mla", "append"),
+}
+
+
+@pytest.mark.parametrize("fault", QUANTISED_FAULTS)
+def test_a_fault_of_quantised_rows_is_found_and_replayed(fault: str) -> None:
+    name, kernel = QUANTISED_FAULTS[fault]
+    (manifest,) = [each for each in QUANTISED if each.cache.dtype == name]
+    problems = [each for each in random_problems(manifest, 40, 3, 200) if each.kernel == kernel]
+    report = verify_problems(TorchKernels(fault, manifest), problems, device="cpu")
+    assert report.failure is not None and report.failure.problem.kernel == kernel
+    replayed = parse_problem(shlex.split(report.failure.problem.to_repro("a_spec"))[-1])
+    assert replayed == report.failure.problem and not replayed.run(TorchKernels(fault, manifest), "cpu").ok
+    assert replayed.run(TorchKernels(manifest=manifest), "cpu").ok
+
+
 @given(
     seed=st.integers(0, 1 << 64),
     kernel=st.sampled_from(sorted(KINDS)),
-    manifest=st.sampled_from(MANIFESTS),
+    manifest=st.sampled_from([*MANIFESTS, *QUANTISED]),
     max_tokens=st.sampled_from([1, 64, 1 << 18]),
 )
 def test_random_problems_are_sound_and_survive_their_text(
@@ -228,7 +311,7 @@ def test_random_problems_are_sound_and_survive_their_text(
 @pytest.mark.parametrize("kernel", KINDS)
 def test_random_problems_reach_every_edge(kernel: str) -> None:
     rng = random.Random(0)
-    problems = [KINDS[kernel].random(rng, MANIFESTS[0], 1 << 14) for _ in range(500)]
+    problems = [KINDS[kernel].random(rng, QUANTISED[0], 1 << 14) for _ in range(500)]
     for each in dataclasses.fields(KINDS[kernel]):
         if kernel != "merge" or each.name not in ("cache_layers", "spare_pages", "cache_4d"):
             assert len({getattr(problem, each.name) for problem in problems}) > 1, each.name

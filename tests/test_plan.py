@@ -55,6 +55,7 @@ def barriers_expect_what_the_regions_hold(decode: DecodePlan, target: Target) ->
     barriers = {barrier.name: barrier for barrier in decode.mbarriers}
     tile = decode.tile
     held = {"full": ("K", "tile"), "q_full": ("Q",), "rope_full": ("rope",), "q_rope_full": ("Q rope",)}
+    held |= {"scales_full": ("scales",)}
     if tile.gathered:
         # Threads arrive when their copies have landed: nobody counts bytes.
         del held["full"], held["rope_full"]
@@ -73,7 +74,8 @@ def barriers_expect_what_the_regions_hold(decode: DecodePlan, target: Target) ->
     assert decode.mbarriers[-1].offset + 8 * decode.mbarriers[-1].count == end
     assert size["barriers"] == 8 * sum(barrier.count for barrier in decode.mbarriers)
     assert barriers["full"].count == barriers["empty"].count == (tile.ring_subtiles or tile.stages)
-    assert tile.ring_subtiles == 0 or tile.ring_subtiles // tile.subtiles == tile.stages
+    lines = tile.subtiles if decode.row is None else decode.row.lines
+    assert tile.ring_subtiles == 0 or tile.ring_subtiles // lines == tile.stages
     # mbarriers count bytes of a phase in 20 bits.
     assert all(barrier.bytes < 1 << 20 for barrier in decode.mbarriers)
     ids = [n.id + i for n in decode.named_barriers for i in range(n.count)]
@@ -90,10 +92,11 @@ def boxes_bring_whole_tiles(decode: DecodePlan, target: Target) -> None:
     for tensor_map in decode.tensor_maps:
         assert len(tensor_map.box) == len(tensor_map.dims) <= 5
         assert all(1 <= extent <= 256 for extent in tensor_map.box)
-        assert tensor_map.box[0] * ELEMENT_BYTES <= tensor_map.swizzle_bytes
+        assert tensor_map.box[0] * ELEMENT_BYTES <= tensor_map.swizzle_bytes or tensor_map.swizzle_bytes == 0
 
     assert ("kv_cache" in boxes) != tile.gathered
-    assert tile.loaders == (1 if tile.box_tokens == tile.tokens else 2)
+    assert tile.gathered == (decode.page_size == 1 and decode.row is None)
+    assert tile.loaders == (1 if tile.box_tokens == tile.tokens or decode.row is not None else 2)
     (loaders,) = (role.warps for role in decode.roles if re.match("tile loader|producer", role.name))
     assert loaders == tile.loaders
 
@@ -103,9 +106,18 @@ def boxes_bring_whole_tiles(decode: DecodePlan, target: Target) -> None:
     def bytes_of(*names: str) -> int:
         return sum(barriers[name].bytes for name in names if name in barriers)
 
-    copies = tile.tokens // tile.box_tokens * tile.subtiles
-    brought = bytes_of("full", "rope_full") * (tile.subtiles if tile.ring_subtiles else 1)
-    assert brought == (0 if tile.gathered else copies * size("kv_cache"))
+    boxes_of_tile = tile.tokens // tile.box_tokens
+    lines = tile.subtiles if decode.row is None else decode.row.lines
+    brought = bytes_of("full", "rope_full") * (lines if tile.ring_subtiles else 1)
+    assert brought == (0 if tile.gathered else boxes_of_tile * lines * size("kv_cache"))
+    if decode.row is not None:
+        row = decode.row
+        assert ("scales" in boxes) == (row.scale_bytes > 0)
+        assert "scales" not in boxes or boxes_of_tile * size("scales") == bytes_of("scales_full")
+        # What is read lies within the row, but for what fills up the last line of codes.
+        assert row.rope_offset + 2 * (decode.d_qk - row.code_columns) <= row.bytes
+        assert row.scale_offset + row.scale_bytes <= row.bytes
+        assert row.scale_box_bytes % 128 == 0
     # Q comes by barriers of its own, or the columns of V as a tile.
     if "q_full" in barriers:
         assert tile.subtiles * size("q") == bytes_of("q_full")
@@ -134,6 +146,10 @@ def choices_are_the_fields_left_open(plan: Plan) -> None:
 def narrower_kernels_stand_beside_what_is_left_open(plan: Plan) -> None:
     options = plan.spec.kernels.decode
     wanted = options.schedule == options.tile_rows == "auto"
+    if plan.spec.layout is not None:
+        few = [16] if plan.spec.cache.dtype == "fp8_ds_mla" else [16, 32]
+        assert [each.tile.rows for each in plan.decodes] == few
+        return
     assert [each.tile.rows for each in plan.narrow_decodes] == ([16, 32] if wanted else [])
     assert [plan.decode_for(rows).tile.rows for rows in (1, 16, 17, 32, 33, 256)] == (
         [16, 16, 32, 32, 64, 64] if wanted else [plan.decode.tile.rows] * 6
@@ -215,9 +231,44 @@ def test_as_many_stages_as_fit_and_not_one_more(spec: Spec) -> None:
 def test_a_plan_is_plain_data() -> None:
     plan = make_plan(load_spec(find_spec("deepseek_v3")))
     data = json.loads(json.dumps(plan.to_json()))
-    assert set(data) == {each.name for each in fields(Plan)}
+    assert set(data) == {each.name for each in fields(Plan)} - {"decodes"} | {"decode", "narrow_decodes"}
     assert data["decode"]["smem"]["total"] == plan.decode.smem.total
     assert data["spec"]["model"]["kv_lora_rank"] == 512
+
+
+QUANTISED = ("fp8_e4m3", "fp8_e4m3_token", "fp8_ds_mla", "nvfp4")
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_a_quantised_cache_has_the_swapped_kernels(dtype: str) -> None:
+    tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
+    tree["cache"]["dtype"] = dtype
+    plan = make_plan(Spec.model_validate(tree))
+    assert plan.spec.element == "bf16" and next(kernel.name for kernel in plan.kernels) == "gather"
+    # Four sums of scores take the registers that O of 32 rows would need.
+    assert [each.tile.rows for each in plan.decodes] == ([16] if dtype == "fp8_ds_mla" else [16, 32])
+    for each in plan.decodes:
+        assert each.schedule_name == "swapped" and each.template == "kernels/decode_swapped_quantised.cu.j2"
+        assert each.smem.total <= each.smem.limit and each.tile.ring_subtiles >= each.row.lines
+        assert ("tensor_scale" in [parameter.name for parameter in each.parameters]) == each.row.tensor_scale
+    choices = {choice.field: choice for choice in plan.choices}
+    assert choices["kernels.decode.schedule"].value == "swapped"
+    assert "registers" in choices["kernels.decode.schedule"].why
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"schedule": "skewed"}, "no skewed kernel reads a cache of fp8_ds_mla; .*use auto or swapped"),
+        ({"tile_rows": 64}, "has tiles of 16 rows; got 64"),
+        ({"tile_rows": 32}, "has tiles of 16 rows; got 32"),
+    ],
+)
+def test_what_a_quantised_cache_cannot_have(settings: dict[str, str | int], match: str) -> None:
+    tree = load_spec(find_spec("deepseek_v3_fp8_ds_mla")).model_dump(exclude_none=True)
+    tree["kernels"]["decode"] |= settings
+    with pytest.raises(SpecError, match=match):
+        make_plan(Spec.model_validate(tree))
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(1, 16), (16, 16), (17, 32), (128, 32)])

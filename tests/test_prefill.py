@@ -57,19 +57,22 @@ def plan_of(spec: Spec) -> PrefillPlan:
 
 
 @pytest.mark.parametrize(
-    ("shape", "tile", "stages", "queries"),
+    ("shape", "tile", "stages", "queries", "begun", "held"),
     [
-        ((192, 128), (128, 128), 2, 1),
-        ((256, 256), (128, 80), 2, 1),
-        ((96, 64), (192, 96), 3, 2),
-        ((128, 128), (128, 128), 2, 2),
+        ((192, 128), (128, 128), 2, 1, 16, True),
+        ((256, 256), (128, 80), 2, 1, 0, False),
+        ((96, 64), (192, 96), 3, 2, 8, True),
+        ((128, 128), (128, 128), 2, 2, 16, True),
     ],
 )
-def test_tiles_of_the_models(shape: tuple[int, int], tile: tuple[int, int], stages: int, queries: int) -> None:
+def test_tiles_of_the_models(
+    shape: tuple[int, int], tile: tuple[int, int], stages: int, queries: int, begun: int, held: bool
+) -> None:
     plan = plan_of(spec_of(shape))
     assert (plan.d_qk, plan.d_v) == shape
     assert (plan.tile.rows, plan.tile.tokens) == tile
     assert (plan.tile.stages, plan.tile.queries) == (stages, queries)
+    assert (plan.tile.begun, plan.tile.held) == (begun, held)
 
 
 @given(specs())
@@ -81,6 +84,9 @@ def test_invariants_of_any_plan(spec: Spec) -> None:
         assert last.field == "kernels.prefill" and last.value == "none" and "needs" in last.why
         return
     assert [c.field for c in plan.choices[-3:]] == [f"kernels.prefill.{n}" for n in ("tile_q", "tile_kv", "stages")]
+    why = plan.choices[-2].why
+    assert ("beside P V" in why) == (prefill.tile.begun > 0)
+    assert ("results late" in why) == prefill.tile.held
     regions = {region.name: region for region in prefill.smem.regions}
     for before, after in itertools.pairwise(prefill.smem.regions):
         assert before.offset + before.size == after.offset
@@ -212,6 +218,39 @@ def test_edges(shape: tuple[int, int]) -> None:
     for seed, problem in enumerate(EDGES):
         # With a single multiprocessor one block has all the tiles.
         accept(mla, problem, SimulatorOptions(seed=seed, mode=MODES[seed % 3], sms=1 + seed % 3))
+
+
+# Scores that stand out: at all, to just below and just above what a row may refer to, by more than float32 has powers,
+# and most of all in the first block. Of rows that see nothing and of sequences without tokens, too.
+SPIKES = (
+    PrefillProblem(q=(130, 5, 70, 0, 2), k=(400, 2, 230, 7, 0), heads=2, spike=40),
+    PrefillProblem(q=(70,), k=(500,), causal=False, spike=3),
+    PrefillProblem(q=(70,), k=(390,), spike=8),
+    PrefillProblem(q=(200,), k=(200,), spike=12, q_gain=8),
+    PrefillProblem(q=(70, 70), k=(321, 50), spike=300),
+    PrefillProblem(q=(70,), k=(390,), causal=False, spike=-300, q_gain=32),
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scores_that_stand_out(shape: tuple[int, int]) -> None:
+    mla = simulated(shape)
+    for seed, problem in enumerate(SPIKES):
+        accept(mla, problem, SimulatorOptions(seed=seed, mode=MODES[seed % 3], sms=1 + seed % 2))
+
+
+@pytest.mark.parametrize("nats", [8, 9, 10, 11, 11.5, 12])
+def test_a_reference_that_is_just_not_followed(nats: float) -> None:
+    """In fp16, which ends at 65504, to the most that a probability may be, beyond it, and beyond fp16."""
+    mla = simulated((128, 128))
+    inputs = make_inputs(PrefillProblem(q=(64,), k=(200,), causal=False), mla.manifest, "cpu")
+    inputs.q.fill_(1)
+    inputs.k.fill_(0)
+    inputs.k[150] = nats / (mla.manifest.softmax_scale * inputs.k.shape[-1])
+    out, lse = mla.prefill(*inputs.arguments, causal=False)
+    want, want_lse = prefill_reference(*inputs.arguments, softmax_scale=mla.manifest.softmax_scale, causal=False)
+    torch.testing.assert_close(out.double(), want, atol=2e-4, rtol=2**-9)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=0)
 
 
 @settings(max_examples=12)
@@ -420,7 +459,10 @@ def test_a_problem_is_its_text(seed: int) -> None:
     assert str(problem) in problem.to_repro("x")
 
 
-@pytest.mark.parametrize("text", ["q=1", "q=1 k=x", "q=1,2 k=3", "q=1 k=1 heads=0", "q=1 k=1 what=1", "q=1 k=1 q=2"])
+@pytest.mark.parametrize(
+    "text",
+    ["q=1 k=1 workspace=1 spike=3", "q=1", "q=1 k=x", "q=1,2 k=3", "q=1 k=1 heads=0", "q=1 k=1 what=1", "q=1 k=1 q=2"],
+)
 def test_texts_that_are_no_problem(text: str) -> None:
     with pytest.raises(ValueError):
         PrefillProblem.parse(f"prefill {text}")

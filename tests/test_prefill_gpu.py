@@ -65,6 +65,19 @@ EDGES = (
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("spike", [3, 5, 8, 12, 40, 300, -12, -300])
+def test_scores_that_stand_out(shape: tuple[int, int], dtype: str, spike: int) -> None:
+    problems = [
+        PrefillProblem(q=(130, 5, 70, 0, 2), k=(400, 2, 230, 7, 0), heads=3, spike=spike),
+        PrefillProblem(q=(200, 64), k=(700, 321), causal=False, heads=2, spike=spike),
+        PrefillProblem(q=(1_500, 129), k=(1_500, 2_000), heads=4, spike=spike, q_gain=8),
+        PrefillProblem(q=(700,), k=(700,), heads=4, spike=spike, q_gain=32, softmax_scale=0.3),
+    ]
+    accept(variant(shape, dtype), problems[:2] if REDUCED else problems)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape(shape: tuple[int, int], dtype: str) -> None:
     mla = variant(shape, dtype)
     rng = random.Random(f"{shape} {dtype}")
@@ -118,10 +131,11 @@ def call(mla: MLA, inputs: PrefillInputs, **options: object) -> tuple[torch.Tens
     return mla.prefill(*given_, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("spike", [0, 12])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_50_runs_are_bit_identical(shape: tuple[int, int]) -> None:
+def test_50_runs_are_bit_identical(shape: tuple[int, int], spike: int) -> None:
     mla = variant(shape)
-    problem = PrefillProblem(q=(3_000, 100, 0, 700), k=(3_000, 900, 4, 700), heads=8, seed=5)
+    problem = PrefillProblem(q=(3_000, 100, 0, 700), k=(3_000, 900, 4, 700), heads=8, seed=5, spike=spike)
     inputs = make_inputs(problem, mla.manifest, "cuda")
     first_out, first_lse = call(mla, inputs)
     for _ in range(5 if REDUCED else 50):

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from mlaforge.compiler import CompiledKernel, compile_kernel
+from mlaforge.formats import decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3
 from mlaforge.launch import Cuda, CudaKernel, DefinedTensor, LaunchTensor, TensorMapShape
 from mlaforge.manifest import Parameter
 from mlaforge.simulator import MODES, SimulatedKernel, SimulationError, Simulator, SimulatorOptions
@@ -173,6 +174,7 @@ INSTRUCTIONS = {
     "multicast.cu": {"UTMALDG"},
     "wgmma_e4m3.cu": {"QGMMA"},
     "wgmma_rs_k.cu": {"HGMMA"},
+    "codes.cu": {"F2FP"},
     "unwritten.cu": {"UTMALDG", "HGMMA", "LDSM", "STSM", "UBLKCP"},
 }
 
@@ -232,6 +234,93 @@ def test_unpack(machine: Machine) -> None:
         nan = want.isnan()
         assert torch.equal(half.isnan(), nan)
         assert torch.equal(half[~nan].view(torch.int32), want[~nan].view(torch.int32))
+
+
+def code_borders(decode: Callable[[torch.Tensor], torch.Tensor], codes: int) -> torch.Tensor:
+    """Positive numbers that are codes, those half way between neighbours, and the float32 beside each."""
+    values = decode(torch.arange(codes, dtype=torch.uint8))
+    middles = (values[1:] + values[:-1]) / 2
+    exact = torch.cat([values, middles, values[-1:] * torch.tensor([1.01, 1.5, 2.0, 1e9])])
+    return torch.cat([exact, exact.nextafter(exact * 0), exact.nextafter(exact * 2 + 1)])
+
+
+def bits_differ(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Where float32 differ, NaN being equal whatever its sign and payload."""
+    return (got.view(torch.int32) != want.view(torch.int32)) & ~(got.isnan() & want.isnan())
+
+
+def eights(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x.new_zeros(-len(x) % 8)])
+
+
+def as_bytes(words: torch.Tensor) -> torch.Tensor:
+    return words.view(torch.uint8)
+
+
+def as_codes(words: torch.Tensor) -> torch.Tensor:
+    """Give the e2m1 codes of words, two a byte, the first in the low bits."""
+    packed = as_bytes(words)
+    return torch.stack([packed & 15, packed >> 4], -1).flatten()
+
+
+def test_codes_of_numbers(machine: Machine) -> None:
+    borders = torch.cat([code_borders(decode_e4m3, 0x7F), code_borders(decode_e2m1, 8)])
+    x = eights(torch.cat([hard_floats(), borders, -borders]))
+    count = len(x) // 8
+    outputs = [blank(2 * count), blank(count), blank(len(x), dtype=torch.float32)]
+    e4m3, e2m1, maxima = machine.run("codes.cu", "encode", inputs=[x], outputs=outputs, scalars=[count], threads=128)
+    assert torch.equal(as_bytes(e4m3), encode_e4m3(x))
+    assert torch.equal(as_codes(e2m1), encode_e2m1(x))
+    rows = x.view(-1, 8)
+    # torch.maximum lets NaN through, too; of zeros of both signs either is the larger one.
+    want = torch.maximum(rows, rows.roll(-1, 1)).flatten()
+    assert not bits_differ(maxima, want)[want != 0].any() and bool((maxima[want == 0] == 0).all())
+
+
+def test_numbers_of_codes(machine: Machine) -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    outputs = [blank(256, dtype=torch.float32), blank(512, dtype=torch.float32)]
+    e4m3, e2m1 = machine.run("codes.cu", "decode", inputs=[codes], outputs=outputs, scalars=[32], threads=128)
+    assert not bits_differ(e4m3, decode_e4m3(codes)).any()
+    assert not bits_differ(e2m1, decode_e2m1(torch.stack([codes & 15, codes >> 4], -1).flatten())).any()
+
+
+def test_quotients_become_the_codes_of_the_rounded_ones(machine: Machine) -> None:
+    """By scales of any size: numbers of every size, and those whose quotients lie on the borders between codes."""
+    generator = torch.Generator().manual_seed(0)
+    odd = torch.randint(1 << 23, 1 << 24, (600,), generator=generator).float()
+    scales = odd * torch.exp2(torch.randint(-149, 100, (600,), generator=generator).double() - 23).float()
+    special = [2.0**-126, 2.0**-90, 2.0**-91, 2.0**90, 2.0**91, 1.0, 0.1, torch.inf, torch.nan, 3e38]
+    scales = torch.cat([scales.clamp(min=2.0**-126), torch.tensor(special)])
+    borders = torch.cat([code_borders(decode_e4m3, 0x7F), code_borders(decode_e2m1, 8)])
+    chosen = borders[torch.randint(len(borders), (len(scales), 24), generator=generator)]
+    near = (chosen.double() * scales.double().unsqueeze(1)).float()
+    x = torch.cat(
+        [near, near.nextafter(near * 2), -near.nextafter(near * 0), numbers(len(scales), 8).view(torch.float32)], 1
+    )
+    x[::7, 0], x[1::7, 0], x[2::7, 0], x[3::7, 0] = torch.inf, torch.nan, -0.0, -(2.0**-149)
+    each = scales.repeat_interleave(x.shape[1] // 8)
+    outputs = [blank(2 * len(each)), blank(len(each))]
+    e4m3, e2m1 = machine.run(
+        "codes.cu", "quotients", inputs=[x.flatten(), each], outputs=outputs, scalars=[len(each)], threads=128
+    )
+    want = x / scales.unsqueeze(1)
+    assert torch.equal(as_bytes(e4m3), encode_e4m3(want).flatten())
+    assert torch.equal(as_codes(e2m1), encode_e2m1(want).flatten())
+
+
+def test_scales_of_groups(machine: Machine) -> None:
+    amax = torch.cat([hard_floats().abs(), code_borders(decode_e4m3, 0x7F) * 6])
+    tensor = torch.exp2(torch.rand(len(amax), generator=torch.Generator().manual_seed(0)) * 14 - 7)
+    tensor[-len(amax) // 2 :] = 1.0
+    outputs = [blank(len(amax), dtype=torch.float32), blank(len(amax)), blank(len(amax), dtype=torch.float32)]
+    of_groups, codes, of_blocks = machine.run(
+        "codes.cu", "scales", inputs=[amax, tensor], outputs=outputs, scalars=[len(amax)], threads=128
+    )
+    assert not bits_differ(of_groups, (amax / torch.tensor(448.0)).clamp(min=2.0**-126)).any()
+    want = encode_e4m3((amax / (6.0 * tensor)).clamp(min=2.0**-9)).masked_fill(~amax.isfinite(), 0x7F)
+    assert torch.equal(codes.to(torch.uint8), want)
+    assert not bits_differ(of_blocks, decode_e4m3(want)).any()
 
 
 def test_approximate_math(machine: Machine) -> None:

@@ -111,6 +111,9 @@ def every_loader(schedule: str, name: str = "deepseek_v3") -> list[DecodePlan]:
     return [make_plan(Spec.model_validate({**tree, "cache": {"page_size": each}})).decode for each in pages]
 
 
+QUANTISED = ("fp8_ds_mla", "nvfp4")
+
+
 # Together they take every branch of the templates.
 @pytest.mark.parametrize(
     "choose",
@@ -119,8 +122,13 @@ def every_loader(schedule: str, name: str = "deepseek_v3") -> list[DecodePlan]:
         lambda: every_loader("plain"),
         lambda: every_loader("swapped"),
         *(lambda i=i: [plan_of(name).kernels[i] for name in ("deepseek_v3", "glm_5")] for i in range(len(PLANNERS))),
+        *(lambda i=i: [plan_of(f"deepseek_v3_{name}").kernels[i] for name in QUANTISED] for i in range(2)),
     ],
-    ids=["skewed", "plain", "swapped", *(planner.__name__.removeprefix("plan_") for planner in PLANNERS)],
+    ids=[
+        *("skewed", "plain", "swapped"),
+        *(planner.__name__.removeprefix("plan_") for planner in PLANNERS),
+        *("gather, quantised", "append, quantised"),
+    ],
 )
 def test_every_misspelt_variable_fails(choose: Callable[[], list[DecodePlan | KernelPlan]]) -> None:
     kernels = choose()
@@ -179,11 +187,13 @@ def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
     for file, text in render(plan).items():
         (tmp_path / file).write_text(text, encoding="utf-8")
     manifest = read_manifest(tmp_path)
-    decode = plan.decode
     assert manifest.name == plan.spec.name and manifest.target == plan.target.arch
     assert manifest.softmax_scale == plan.softmax_scale
-    assert (manifest.d_qk, manifest.d_v) == (decode.d_qk, decode.d_v)
-    assert (manifest.cache.dtype, manifest.cache.page_size) == (plan.spec.cache.dtype, plan.spec.cache.page_size)
+    assert (manifest.d_qk, manifest.d_v) == (plan.spec.d_qk, plan.spec.d_v)
+    cache, layout = manifest.cache, plan.spec.layout
+    assert (cache.dtype, cache.page_size) == (plan.spec.cache.dtype, plan.spec.cache.page_size)
+    assert (manifest.element, cache.row_bytes) == (plan.spec.element, plan.spec.row_bytes)
+    assert (cache.quantised, cache.tensor_scale) == (layout is not None, layout is not None and layout.tensor_scale)
     assert dict(manifest.model) == plan.spec.model.model_dump()
     assert manifest.tensor_parallel == plan.spec.tensor_parallel
     assert manifest.prefill_absorption_threshold == plan.spec.dispatch.prefill_absorption_threshold
@@ -194,7 +204,7 @@ def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
         assert kernel.stages == each_plan.tile.stages
         assert kernel.boxes == {each.tensor: each.box for each in each_plan.tensor_maps}
         assert kernel.max_parts == each_plan.max_parts
-    for rows in range(1, 200):
+    for rows in range(1, 200) if plan.decodes else ():
         assert manifest.decode_for(rows).source.name == plan.decode_for(rows).file
     assert list(manifest.kernels) == [each.name for each in plan.kernels]
     for planned in plan.kernels:
@@ -204,7 +214,7 @@ def test_the_manifest_is_complete(name: str, tmp_path: Path) -> None:
         assert manifest.dynamic_smem[entry.source] == planned.smem_bytes
     assert set(manifest.dynamic_smem) == set(manifest.sources)
     others = [(each, len(each.boxes)) for each in manifest.kernels.values()]
-    for each, maps in (*((kernel, 2) for kernel in manifest.decodes), *others):
+    for each, maps in (*((kernel, len(kernel.boxes)) for kernel in manifest.decodes), *others):
         text = each.source.read_text(encoding="utf-8")
         parameters = [(parameter.ctype, parameter.name) for parameter in each.parameters]
         assert signature(text, each.entry)[maps:] == parameters

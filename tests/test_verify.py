@@ -41,6 +41,9 @@ def one_thread() -> Iterator[None]:
 class Cache:
     dtype: str = "bf16"
     page_size: int = 16
+    row_bytes: int = 192
+    quantised: bool = False
+    tensor_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class Manifest:
     cache: Cache = field(default_factory=Cache)
     kernels: dict[str, object] = field(default_factory=dict)
     """Beside decode: none."""
+    decodes: tuple[str, ...] = ("decode",)
+
+    @property
+    def element(self) -> str:
+        return self.cache.dtype
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class TorchDecoder:
         block_table: torch.Tensor,
         cache_seqlens: torch.Tensor,
         *,
+        tensor_scale: torch.Tensor | None = None,
         causal: bool = False,
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,

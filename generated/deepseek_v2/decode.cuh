@@ -81,6 +81,12 @@ MLAFORGE_DEVICE void prefetch_pages(const int32_t* table, int block, int kv_end)
   if (token < kv_end) prefetch_global(table + token / C::kPageSize);
 }
 
+// The blocks of the grid together bring the first lines of the block table near, all of its `entries` if they are few.
+MLAFORGE_DEVICE void prefetch_table(const int32_t* table, int64_t entries) {
+  const int64_t entry = 32 * static_cast<int64_t>(blockIdx.y * gridDim.x + blockIdx.x);
+  if (entry < entries) prefetch_global(table + entry);
+}
+
 // Copies `Count` subtiles of a block from the `First` on, of the boxes that hold a token of the tile, and no other: a table
 // entry behind them means nothing. `to` is where the first of these subtiles begins. Called by a whole warp.
 template <class C, int First, int Count>

@@ -29,6 +29,7 @@ using smem_t = uint32_t;
 struct Bf16 {};
 struct Fp16 {};
 struct E4m3 {};
+struct E2m1 {};  // a sign, two bits of exponent, one of mantissa; Hopper can't convert it
 
 // Two float32, rounded to nearest even, as one register; `lo` lands in the low half (the lower address).
 template <class Element>
@@ -75,6 +76,90 @@ MLAFORGE_DEVICE float unpack_high<Fp16>(uint32_t x) {
   return r;
 }
 
+// Four float32, rounded to nearest even, as one register of e4m3, the first in the lowest byte. What is beyond 448 is 448,
+// NaN is 0x7f.
+template <class Element>
+MLAFORGE_DEVICE uint32_t pack4(float x0, float x1, float x2, float x3);
+
+template <>
+MLAFORGE_DEVICE uint32_t pack4<E4m3>(float x0, float x1, float x2, float x3) {
+  uint32_t r;
+  asm("{\n"
+      ".reg .b16 lo, hi;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
+      "mov.b32 %0, {lo, hi};\n"
+      "}"
+      : "=r"(r)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return r;
+}
+
+// The four elements of such a register, as float32: exact.
+template <class Element>
+MLAFORGE_DEVICE void unpack4(uint32_t x, float (&v)[4]);
+
+template <>
+MLAFORGE_DEVICE void unpack4<E4m3>(uint32_t x, float (&v)[4]) {
+  uint32_t lo, hi;
+  asm("{\n"
+      ".reg .b16 lo, hi;\n"
+      "mov.b32 {lo, hi}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, lo;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, hi;\n"
+      "}"
+      : "=r"(lo), "=r"(hi)
+      : "r"(x));
+  v[0] = unpack_low<Fp16>(lo);
+  v[1] = unpack_high<Fp16>(lo);
+  v[2] = unpack_low<Fp16>(hi);
+  v[3] = unpack_high<Fp16>(hi);
+}
+
+// The lower and the upper two of them as two fp16: exact.
+template <class Element>
+MLAFORGE_DEVICE uint32_t widen_low(uint32_t x);
+template <class Element>
+MLAFORGE_DEVICE uint32_t widen_high(uint32_t x);
+
+template <>
+MLAFORGE_DEVICE uint32_t widen_low<E4m3>(uint32_t x) {
+  uint32_t r;
+  asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.rn.f16x2.e4m3x2 %0, lo;\n}" : "=r"(r) : "r"(x));
+  return r;
+}
+template <>
+MLAFORGE_DEVICE uint32_t widen_high<E4m3>(uint32_t x) {
+  uint32_t r;
+  asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.rn.f16x2.e4m3x2 %0, hi;\n}" : "=r"(r) : "r"(x));
+  return r;
+}
+
+// Eight e2m1, the first in the lowest bits, as fp16 of a 64th of their value: elements 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+MLAFORGE_DEVICE void widen_e2m1(uint32_t x, uint32_t (&r)[4]) {
+  // Sign, exponent and mantissa where e4m3 has them, whose exponent means 2^6 less.
+  const uint32_t even = (x << 4 & 0x80808080u) | (x << 2 & 0x1c1c1c1cu);
+  const uint32_t odd = (x & 0x80808080u) | (x >> 2 & 0x1c1c1c1cu);
+  r[0] = widen_low<E4m3>(even);
+  r[1] = widen_high<E4m3>(even);
+  r[2] = widen_low<E4m3>(odd);
+  r[3] = widen_high<E4m3>(odd);
+}
+
+// Products of two pairs of fp16, rounded to nearest even.
+MLAFORGE_DEVICE uint32_t multiply2(uint32_t x, uint32_t y) {
+  uint32_t r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+
+// Four bytes of two words: nibble i of `selector` names the one that becomes byte i, 0 to 3 of x, 4 to 7 of y.
+MLAFORGE_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) { return __byte_perm(x, y, selector); }
+
+// A float32 as its bits, and back.
+MLAFORGE_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
+MLAFORGE_DEVICE float bits_float(uint32_t x) { return __uint_as_float(x); }
+
 // ---------------------------------------------------------------------------------------------------------------
 // Math. Approximate to about 2 ulp; inputs of -inf give 0, which the masks rely on.
 
@@ -103,6 +188,13 @@ MLAFORGE_DEVICE float reciprocal_approx(float x) {
 }
 
 constexpr float kLn2 = 0.693147180559945309f;
+
+// The larger one; NaN if either is.
+MLAFORGE_DEVICE float max_nan(float x, float y) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
+  return r;
+}
 
 MLAFORGE_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
@@ -233,6 +325,11 @@ MLAFORGE_DEVICE int64_t load_global(const int64_t* p) {
 MLAFORGE_DEVICE float load_global(const float* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+MLAFORGE_DEVICE uint32_t load_global(const unsigned char* p) {
+  uint32_t v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 MLAFORGE_DEVICE void prefetch_global(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
@@ -461,9 +558,9 @@ MLAFORGE_DEVICE void bulk_wait_read() {
 // fence_proxy_async() before TMA or WGMMA touch what they wrote.
 
 // `dst` and `src` are multiples of 16.
-MLAFORGE_DEVICE void copy_async_16(smem_t dst, const void* src, uint64_t cache_policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(cache_policy)
-               : "memory");
+// Without a cache policy: of an address in a uniform register and a policy ptxas 13.0 makes an LDGSTS that is none.
+MLAFORGE_DEVICE void copy_async_16(smem_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 
 // One of the arrivals that `bar` counts, as soon as all copies that this thread has started so far have landed.

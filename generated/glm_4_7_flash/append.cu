@@ -11,6 +11,7 @@
 
 #include "memory.cuh"
 #include "primitives.cuh"
+#include "rotary.cuh"
 
 namespace mlaforge {
 
@@ -25,66 +26,6 @@ constexpr int kWarps = 256 / 32;
 static_assert(kLoads * 16 * 8 == kRank, "16 lanes load 8 elements each");
 static_assert(kRopePieces % 2 == 0, "a lane rotates two pieces");
 static_assert((kPageSize & (kPageSize - 1)) == 0, "a slot's place in its page is its low bits");
-
-// An index that is 32 or 64 bits wide in memory.
-MLAFORGE_DEVICE int64_t load_index(const void* indices, int i, bool is_long) {
-  if (is_long) return load_global(static_cast<const int64_t*>(indices) + i);
-  return load_global(static_cast<const int32_t*>(indices) + i);
-}
-
-// Eight cosines, eight sines.
-struct Angles {
-  float cos[8];
-  float sin[8];
-};
-
-// Those of a position's pairs from `first` on; NaN where the table does not have the position.
-MLAFORGE_DEVICE Angles angles_of(int64_t position, int first, const float* cos_sin, int stride, int max_position) {
-  Angles angles;
-  const bool known = position >= 0 && position < max_position;
-#pragma unroll
-  for (int i = 0; i < 8; i += 4) {
-    float cos[4], sin[4];
-    if (known) {
-      const float* from = cos_sin + steps(static_cast<int>(position), stride) + first + i;
-      load_global_v4(from, cos);
-      load_global_v4(from + kRopePieces * 4, sin);
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      angles.cos[i + e] = known ? cos[e] : infinity() - infinity();
-      angles.sin[i + e] = known ? sin[e] : infinity() - infinity();
-    }
-  }
-  return angles;
-}
-
-struct Pair {
-  float x;
-  float y;
-};
-
-MLAFORGE_DEVICE Pair rotated(float x, float y, const Angles& angles, int i) {
-  return {fmaf(x, angles.cos[i], -(y * angles.sin[i])), fmaf(x, angles.sin[i], y * angles.cos[i])};
-}
-
-// Turns eight pairs. Interleaved, a word holds a pair; else the words of `a` hold the first of two, those of `b` the second.
-MLAFORGE_DEVICE void rotate(uint32_t (&a)[4], uint32_t (&b)[4], const Angles& angles, bool interleaved) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (interleaved) {
-      const Pair of_a = rotated(unpack_low<Element>(a[i]), unpack_high<Element>(a[i]), angles, i);
-      const Pair of_b = rotated(unpack_low<Element>(b[i]), unpack_high<Element>(b[i]), angles, 4 + i);
-      a[i] = pack2<Element>(of_a.x, of_a.y);
-      b[i] = pack2<Element>(of_b.x, of_b.y);
-    } else {
-      const Pair low = rotated(unpack_low<Element>(a[i]), unpack_low<Element>(b[i]), angles, 2 * i);
-      const Pair high = rotated(unpack_high<Element>(a[i]), unpack_high<Element>(b[i]), angles, 2 * i + 1);
-      a[i] = pack2<Element>(low.x, high.x);
-      b[i] = pack2<Element>(low.y, high.y);
-    }
-  }
-}
 
 // Grid: tokens / (kWarps x kTokens), rounded up. Strides in pieces, of the table of angles in numbers.
 extern "C" __global__ void __launch_bounds__(256)
@@ -146,7 +87,13 @@ extern "C" __global__ void __launch_bounds__(256)
     const int64_t to = load_index(slot_mapping, token, long_slots != 0);
     if (positions != nullptr) {
       const int64_t position = load_index(positions, token, long_positions != 0);
-      rotate(a, b, angles_of(position, 8 * pair, cos_sin, cos_sin_stride, max_position), interleaved != 0);
+      const Angles angles = angles_of<8 * kPairs>(position, 8 * pair, cos_sin, cos_sin_stride, max_position);
+      float x_a[8], x_b[8];
+      unpack_piece<Element>(a, x_a);
+      unpack_piece<Element>(b, x_b);
+      rotate(x_a, x_b, angles, interleaved != 0);
+      pack_piece<Element>(x_a, a);
+      pack_piece<Element>(x_b, b);
     }
     if (!has(to)) continue;
     store_global_v4(cached(to, kRank / 8 + piece_a), a[0], a[1], a[2], a[3]);

@@ -486,6 +486,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const RowTile<Config> tile = row_tile<Config>(s_q, heads_per_kv, heads_per_kv_multiplier, heads_per_kv_shift,
                                                 row_tiles, causal);
 
+  // While lengths are waited for.
+  if (threadIdx.x == kThreads - 64) prefetch_table(block_table, (batch - 1) * table_stride + table_width);
   // The last warp: the first is the first to wait for requests' lengths.
   if (threadIdx.x == kThreads - 32) {
     tma_prefetch(q_map);

@@ -45,7 +45,6 @@ struct KvRows {
   int page_stride;            // bytes
   const int32_t* block_table;
   int64_t row_stride;  // elements from one request's row of the table to the next
-  uint64_t cache_policy;
 };
 
 // What a warp copies of a block when `Warps` of them, `loader` being its number, share the tokens: every so manieth four,
@@ -105,7 +104,7 @@ MLAFORGE_DEVICE void gather_block(const KvRows& kv, const Gather<C, Warps>& gath
 #pragma unroll
     for (int subtile = 0; subtile < Count; ++subtile) {
       if (subtile == Count - 1 && !in_row<C>(First + subtile)) continue;
-      copy_async_16(to + subtile * (C::kTokens * 128) + gather.place(step), from + 128 * subtile, kv.cache_policy);
+      copy_async_16(to + subtile * (C::kTokens * 128) + gather.place(step), from + 128 * subtile);
     }
   }
 }
@@ -119,7 +118,7 @@ MLAFORGE_DEVICE void gather_subtile(const KvRows& kv, const Gather<C, C::kLoader
 #pragma unroll
   for (int step = 0; step < Gather<C, C::kLoaders>::kSteps; ++step) {
     if (!gather.needs(step, tokens)) continue;
-    copy_async_16(to + gather.place(step), strided(column, page[step], kv.page_stride), kv.cache_policy);
+    copy_async_16(to + gather.place(step), strided(column, page[step], kv.page_stride));
   }
 }
 

@@ -155,14 +155,14 @@ MLAFORGE_DEVICE void load_queries(smem_t base, const TensorMap& q_map, const Row
 
 // ---- Products ----------------------------------------------------------------------------------------------------
 
-// S^T += K Q^T of `Count` subtiles of the row from First on, which stand at `ring`. The loop is not unrolled: a call with a
-// tile or two pays for every instruction that it has to fetch.
+// S^T += K Q^T of `Count` subtiles of the row from First on, which stand at `ring`. The loop is hardly unrolled: a call
+// with a tile or two pays for every instruction that it has to fetch.
 template <int First, int Count>
 MLAFORGE_DEVICE void add_scores(smem_t base, Ring ring, float (&s)[kRows / 2]) {
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
   // Zeros fill up the last subtile.
   constexpr int kSteps = (kHeadDimQK - 64 * First) / 16;
-#pragma unroll 1
+#pragma unroll 2
   for (int subtile = 0; subtile < Count; ++subtile) {
     mbarrier_wait(full(base, ring.stage()), ring.phase());
     const uint64_t k = wgmma_descriptor(subtile_at(base, ring.stage()), 16, 1024);
@@ -438,6 +438,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const RowTile<Config> tile = row_tile<Config>(s_q, heads_per_kv, heads_per_kv_multiplier, heads_per_kv_shift,
                                                 row_tiles, causal);
 
+  // While lengths are waited for.
+  if (threadIdx.x == kThreads - 64) prefetch_table(block_table, (batch - 1) * table_stride + table_width);
   // The last warp: the first is the first to wait for requests' lengths.
   if (threadIdx.x == kThreads - 32) {
     tma_prefetch(q_map);

@@ -17,30 +17,6 @@ constexpr int kTokens = 4;  // of a warp
 constexpr int kWarps = 256 / 32;
 constexpr int kLoads = (kTokens * kPieces + 31) / 32;  // of a lane, all in flight at once
 
-// Where a row comes from. Not every block id is one: a row of a token that the table or the cache does not have is zeros,
-// a row that no sequence has stays as it is.
-constexpr int kZeros = -1;
-constexpr int kNobodys = -2;
-struct Source {
-  int block;
-  int slot;
-};
-
-// The last sequence that begins at `row` or before it; sequences without a token begin where the next one does.
-MLAFORGE_DEVICE int sequence_of(int row, const int* cu_seqlens, int batch) {
-  int first = 0;
-  int behind = batch;
-  while (behind - first > 1) {
-    const int middle = (first + behind) / 2;
-    if (load_global(cu_seqlens + middle) <= row) {
-      first = middle;
-    } else {
-      behind = middle;
-    }
-  }
-  return first;
-}
-
 // Grid: rows / (kWarps x kTokens), rounded up. Strides of the cache and of `out` in pieces, of the table in elements.
 extern "C" __global__ void __launch_bounds__(256)
     mla_gather(
@@ -61,31 +37,21 @@ extern "C" __global__ void __launch_bounds__(256)
   const int first = (static_cast<int>(blockIdx.x) * kWarps + warp_id()) * kTokens;
   if (first >= tokens) return;
 
+  const Ranges ranges{block_table, table_stride, table_width, num_blocks, cu_seqlens, seq_starts, batch};
   const int row = first + lane_id() % kTokens;
-  Source mine{kNobodys, 0};
-  if (row < tokens && row >= load_global(cu_seqlens) && row < load_global(cu_seqlens + batch)) {
-    const int sequence = sequence_of(row, cu_seqlens, batch);
-    const int64_t start = seq_starts == nullptr ? 0 : load_global(seq_starts + sequence);
-    const int64_t token = start + row - load_global(cu_seqlens + sequence);
-    const int64_t page = token / kPageSize;
-    mine.block = kZeros;
-    if (token >= 0 && page < table_width) {
-      const int block = load_global(block_table + sequence * table_stride + page);
-      if (block >= 0 && block < num_blocks) mine = {block, static_cast<int>(token % kPageSize)};
-    }
-  }
+  const Source mine = row < tokens ? source_of<kPageSize>(row, ranges) : Source{kNobodys, 0};
 
   uint32_t x[kLoads][4];
   int block[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const int item = 32 * i + lane_id();
-    block[i] = __shfl_sync(0xffffffffu, mine.block, item / kPieces % 32);
-    const int slot = __shfl_sync(0xffffffffu, mine.slot, item / kPieces % 32);
+    const Source source = shuffle(mine, item / kPieces % 32);
+    block[i] = source.block;
     if (kTokens * kPieces % 32 != 0 && item >= kTokens * kPieces) block[i] = kNobodys;
     if (block[i] >= 0) {
       load_global_v4(
-          piece_at(kv_cache, steps(block[i], cache_stride_b) + steps(slot, cache_stride_t) + item % kPieces), x[i]);
+          piece_at(kv_cache, steps(block[i], cache_stride_b) + steps(source.slot, cache_stride_t) + item % kPieces), x[i]);
     } else {
       x[i][0] = x[i][1] = x[i][2] = x[i][3] = 0;
     }

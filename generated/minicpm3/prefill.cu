@@ -16,8 +16,9 @@
 //
 // Why so. The warpgroups take turns on the tensor cores: while one multiplies, the others make probabilities of the scores
 // that they have, and there is always somebody whose turn it can be. From tile to tile as well: as soon as a warpgroup
-// has its last scores, its rows of Q are replaced by those of the next tile, while the last products are under way and
-// results are stored. Rows that see fewer blocks than their tile, under a mask, multiply fewer.
+// has its last scores, its rows of Q are replaced by those of the next tile, while the last products are under way;
+// results wait in registers, and are stored while the next tile's first product is under way. Rows that see fewer blocks
+// than their tile, under a mask, multiply fewer.
 
 #include "primitives.cuh"
 #include "ring.cuh"
@@ -42,6 +43,7 @@ constexpr int kTokens = Config::kTokens;
 constexpr int kHeadDimV = Config::kHeadDimV;
 constexpr int kStages = 3;  // kernels.prefill.stages: blocks of K, and of V, in shared memory
 constexpr int kQueries = 2;  // tiles of Q in shared memory
+constexpr int kBegun = 8;  // exponentials of a thread for which registers are free beside O, S and P
 constexpr int kGroups = 3;  // warpgroups that multiply, 64 rows of a tile each
 static_assert(Config::kRows == 64 * kGroups, "a WGMMA has 64 rows");
 constexpr int kSubtilesQK = 2;  // a row of Q or K in pieces of 64 columns, one swizzled 128-byte line each
@@ -65,14 +67,12 @@ constexpr int kLoaderRegisters = 32;
 constexpr int kAttentionRegisters = 160;
 constexpr int kTurnBarrier = 1;  // 3 x 256 threads: the warpgroup before has issued its products
 
-// How far, in powers of two, a row's scores may pass the maximum that its sums refer to before O is rescaled.
-constexpr float kSlack = 8.f;
-
 // Addresses from the base of shared memory: of buffers, and of the mbarriers.
 MLAFORGE_DEVICE smem_t q_at(smem_t base, int i) { return base + kOffsetQ + i * (kSubtilesQK * kSubtileBytesQ); }
 MLAFORGE_DEVICE smem_t k_at(smem_t base, int i) { return base + kOffsetK + i * (kSubtilesQK * kSubtileBytesKV); }
 MLAFORGE_DEVICE smem_t v_at(smem_t base, int i) { return base + kOffsetV + i * (kSubtilesV * kSubtileBytesKV); }
 MLAFORGE_DEVICE smem_t item_at(smem_t base, int i) { return base + kOffsetItems + i * Item::kBytes; }
+MLAFORGE_DEVICE smem_t item_unused(smem_t base) { return item_at(base, 0) + Item::kUnused; }
 MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 208960 + 8 * i; }  // 6: a warpgroup's rows of Q have landed
 MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 209008 + 8 * i; }  // 6: its 4 warps are done with their scores
 MLAFORGE_DEVICE smem_t k_full(smem_t base, int i) { return base + 209056 + 8 * i; }  // 3: a block of K has landed
@@ -295,33 +295,70 @@ struct Attention {
   int group;
   int causal;
   float scale_log2;
+  Output output;
   Ring keys{kStages};
   Ring values{kStages};
   Ring queries{kQueries};
   ItemReader reader{};
+  Results<Config> results{};  // of the tile before
   // The tile
   Item item{};
   RowState state{};
   float acc[kHeadDimV / 2]{};  // O
   smem_t q = 0;   // its rows of Q
   int token = 0;  // the first of the block at work
+  // Where the next blocks are, worked out here and not between the waits for them and their products.
+  smem_t next_k = k_at(base, 0);
+  smem_t next_v = v_at(base, 0);
 
-  // Scores to probabilities: the mask, the maxima, and exp. Only the last blocks have a border in them: that of the first
-  // row comes before all others.
+  MLAFORGE_DEVICE void advance_keys() {
+    keys.advance();
+    next_k = late(k_at(base, keys.stage()));
+  }
+  MLAFORGE_DEVICE void advance_values() {
+    values.advance();
+    next_v = late(v_at(base, values.stage()));
+  }
+
+  // Only the last blocks have a border in them: that of the first row comes before all others.
   template <int Half>
-  MLAFORGE_DEVICE void soften(float (&s)[Half], float (&rescale)[2]) {
+  MLAFORGE_DEVICE void mask(float (&s)[Half]) const {
     if (token + 2 * Half > item.seen(64 * group, causal)) {
       const int border[2] = {item.seen(64 * group + accumulator_row(0), causal),
                              item.seen(64 * group + accumulator_row(1), causal)};
       mask_scores<2 * Half>(s, token, border);
     }
-    softmax_reference<2 * Half>(s, state, rescale, scale_log2, kSlack);
-    softmax_exponentials<2 * Half>(s, state, rescale, scale_log2);
+  }
+
+  // Scores to probabilities relative to the maximum that their rows have with them.
+  template <int Half>
+  MLAFORGE_DEVICE void follow(const float (&s)[Half], float (&rescale)[2], float (&sum)[2], uint32_t (&p)[Half / 2]) {
+    softmax_reference<2 * Half>(s, state, rescale, scale_log2, 0.f);
+    float reference[2];
+    references(state, reference);
+    probabilities<Element, 2 * Half>(s, Begun<0>{}, reference, scale_log2, sum, p);
+  }
+
+  // Scores to probabilities relative to what their rows refer to, or to their maximum if a sum says that it must be; then,
+  // and only then, O is rescaled. A row's first block is not for this: a maximum has been looked for in that.
+  template <int Count, int Half>
+  MLAFORGE_DEVICE void soften(const float (&s)[Half], const Begun<Count>& begun, uint32_t (&p)[Half / 2]) {
+    float reference[2];
+    references(state, reference);
+    float rescale[2] = {1.f, 1.f};
+    float sum[2];
+    probabilities<Element, 2 * Half>(s, begun, reference, scale_log2, sum, p);
+    const bool passed = warp_any(fmaxf(sum[0], sum[1]) > kMost);
+    if (__builtin_expect(passed, 0)) follow(s, rescale, sum, p);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) state.sum[i] = fmaf(state.sum[i], rescale[i], sum[i]);
+    if (__builtin_expect(passed, 0)) scale_rows(acc, rescale);
   }
 
   // The scores of the tile's first block.
-  MLAFORGE_DEVICE void first_block(float (&s)[kTokens / 2]) {
-    const smem_t k = warp_uniform(k_at(base, keys.stage()));
+  MLAFORGE_DEVICE void first_block(uint32_t (&p)[kTokens / 4]) {
+    float s[kTokens / 2];
+    const smem_t k = warp_uniform(next_k);
     mbarrier_wait(k_full(base, keys.stage()), keys.phase());
     take_turn(group);
     wgmma_fence_operand(s);
@@ -329,20 +366,25 @@ struct Attention {
     issue_scores(q, k, s);
     wgmma_commit();
     pass_turn(group);
+    results.store(output, 64 * group);
     wgmma_wait<0>();
     wgmma_fence_operand(s);
     release(k_empty(base, keys.stage()));
-    keys.advance();
-    float rescale[2];
+    advance_keys();
     token = 0;
-    soften(s, rescale);
+    mask(s);
+    float rescale[2];
+    follow(s, rescale, state.sum, p);
   }
 
-  // The scores of the next block, and behind them the product of P, of the block before, with V.
+  // The scores of the next block, and behind them the product of P, of the block before, with V; then the next P, which is
+  // not much shorter than the other warpgroups' turn. Both products are waited for: with P and O done and free, the
+  // exponentials run through.
   template <int Half>
-  MLAFORGE_DEVICE void next_block(float (&s)[Half], uint32_t (&p)[kTokens / 4], bool last, int query) {
-    const smem_t k = warp_uniform(k_at(base, keys.stage()));
-    const smem_t v = warp_uniform(v_at(base, values.stage()));
+  MLAFORGE_DEVICE void next_block(uint32_t (&p)[kTokens / 4], uint32_t (&p_next)[Half / 2], bool last, int query) {
+    float s[Half];
+    const smem_t k = warp_uniform(next_k);
+    const smem_t v = warp_uniform(next_v);
     mbarrier_wait(k_full(base, keys.stage()), keys.phase());
     mbarrier_wait(v_full(base, values.stage()), values.phase());
     take_turn(group);
@@ -358,25 +400,26 @@ struct Attention {
     wgmma_wait<1>();
     wgmma_fence_operand(s);
     release(k_empty(base, keys.stage()));
-    keys.advance();
     if (last) release(q_empty(base, query));
-    float rescale[2];
+    advance_keys();
     token += kTokens;
-    soften(s, rescale);
-    wgmma_fence_operand(s);  // before the wait, not behind it
+    mask(s);
+    float reference[2];
+    references(state, reference);
+    Begun<kBegun> begun;
+    begun.make(s, reference, scale_log2, item_unused(base));
     wgmma_wait<0>();
     wgmma_fence_operand(acc);
     wgmma_fence_operand(p);
-    wgmma_fence_operand(s);
     release(v_empty(base, values.stage()));
-    values.advance();
-    if (warp_any(rescale[0] != 1.f || rescale[1] != 1.f)) scale_rows(acc, rescale);
+    advance_values();
+    soften(s, begun, p_next);
   }
 
   // The last product with V.
   template <int Quarter>
   MLAFORGE_DEVICE void last_values(uint32_t (&p)[Quarter]) {
-    const smem_t v = warp_uniform(v_at(base, values.stage()));
+    const smem_t v = warp_uniform(next_v);
     mbarrier_wait(v_full(base, values.stage()), values.phase());
     take_turn(group);
     wgmma_fence_operand(p);
@@ -389,23 +432,18 @@ struct Attention {
     wgmma_fence_operand(acc);
     wgmma_fence_operand(p);
     release(v_empty(base, values.stage()));
-    values.advance();
+    advance_values();
   }
 
   // Blocks of which these rows see the first `seen` tokens; the last is not narrow, or the only one.
   MLAFORGE_DEVICE void attend(int seen, int query) {
     const int blocks = (seen + kTokens - 1) / kTokens;
-    float s[kTokens / 2];
     uint32_t p[kTokens / 4];
     q = warp_uniform(q_at(base, query));
-    first_block(s);
+    first_block(p);
     if (blocks == 1) release(q_empty(base, query));
-    pack_probabilities<Element, kTokens>(s, p);
 #pragma unroll 1
-    for (int left = blocks - 1; left > 0; --left) {
-      next_block(s, p, left == 1, query);
-      pack_probabilities<Element, kTokens>(s, p);
-    }
+    for (int left = blocks - 1; left > 0; --left) next_block<kTokens / 2>(p, p, left == 1, query);
     last_values(p);
   }
 
@@ -414,16 +452,16 @@ struct Attention {
     mbarrier_wait(k_full(base, keys.stage()), keys.phase());
     __syncwarp();  // no lane still waits for the phase that the release may end
     release(k_empty(base, keys.stage()));
-    keys.advance();
+    advance_keys();
     take_turn(group);
     pass_turn(group);
     mbarrier_wait(v_full(base, values.stage()), values.phase());
     __syncwarp();
     release(v_empty(base, values.stage()));
-    values.advance();
+    advance_values();
   }
 
-  MLAFORGE_DEVICE void run(const Output& o) {
+  MLAFORGE_DEVICE void run() {
 #pragma unroll 1
     while (true) {
       reader.wait(base);
@@ -432,9 +470,10 @@ struct Attention {
       state.reset();
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.f;
+      const int last = (item.rows < 64 * (group + 1) ? item.rows : 64 * (group + 1)) - 1;
+      const int seen = item.blocks > 0 && last >= 64 * group ? item.seen(last, causal) : 0;
+      if (seen <= 0) results.store(output, 64 * group);
       if (item.blocks > 0) {
-        const int last = (item.rows < 64 * (group + 1) ? item.rows : 64 * (group + 1)) - 1;
-        const int seen = last >= 64 * group ? item.seen(last, causal) : 0;
         const int query = query_of(queries.stage(), group);
         mbarrier_wait(q_full(base, query), queries.phase());
         queries.advance();
@@ -451,10 +490,10 @@ struct Attention {
 #pragma unroll 1
         for (; skipped > 0; --skipped) skip_block();
       }
-      item.load_place(reader.place(base));
+      results.take(output, reader.place(base), 64 * group, state, acc);
       reader.done(base);
-      store_rows<Config>(o, item, 64 * group, state, acc);
     }
+    results.store(output, 64 * group);
   }
 };
 
@@ -509,8 +548,9 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     take_registers<kAttentionRegisters>();
     const int group = warp / 4;
     if (group == kGroups - 1) pass_turn(group);  // the first turn
-    Attention attention{base, group, causal, scale_log2};
-    attention.run({static_cast<unsigned char*>(out), out_stride_t, out_stride_h, lse, total_q});
+    const Output output{static_cast<unsigned char*>(out), out_stride_t, out_stride_h, lse, total_q};
+    Attention attention{base, group, causal, scale_log2, output};
+    attention.run();
   }
 }
 

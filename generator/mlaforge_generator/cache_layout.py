@@ -1,7 +1,7 @@
 """Rows of quantised caches: where the parts of a token lie, in bytes, as functions of the model's dimensions.
 
 A token is one row of bytes, and a paged cache of them is (num_blocks, page_size, row_bytes) uint8. What a byte means
-is in mlaforge.formats, which has the arithmetic. No kernel serves these rows yet: cache.dtype offers none of them.
+is in mlaforge.formats, which has the arithmetic.
 
     R = kv_lora_rank, D = qk_rope_head_dim      bytes of each part, in the order of the row           R, D = 512, 64
     fp8_e4m3        latent R | rope D                                                                 576

@@ -16,7 +16,7 @@ from typing import Literal
 
 from .kernel_plan import ELEMENT_BYTES
 from .plan import Plan, SchedulePolicy
-from .spec import Model
+from .spec import Spec
 from .target import Target
 
 GQA_HEADS = 8
@@ -84,7 +84,7 @@ def decode_cost(plan: Plan, *, batch: int, context: int, s_q: int = 1, heads: in
     padded_flops = 2 * batch * row_tiles * decode.tile.rows * context * columns
     parts = max(target.sms // row_tiles, 1)
     splits = sum(n for n in split_counts([context] * batch, decode.tile.tokens, decode.schedule, parts) if n > 1)
-    cache_bytes = batch * context * decode.d_qk * ELEMENT_BYTES
+    cache_bytes = batch * context * plan.spec.row_bytes
     io_bytes = batch * rows * (columns * ELEMENT_BYTES + 4)
     partial_bytes = splits * rows * (decode.d_v + 1) * 4 * 2
     return DecodeCost(
@@ -149,6 +149,7 @@ def decode_energy(
     *,
     d_qk: int,
     d_v: int,
+    row_bytes: int,
     tile_rows: int,
     tile_tokens: int,
     batch: int,
@@ -159,8 +160,9 @@ def decode_energy(
 
     Args:
         target: the GPU.
-        d_qk: width of the cache.
+        d_qk: width of K.
         d_v: width of V.
+        row_bytes: of a cached token.
         tile_rows: rows of a block, 64 (M of WGMMA), or fewer (N of it, tokens being M).
         tile_tokens: tokens of a block's step: N of Q K^T.
         batch: requests.
@@ -171,10 +173,10 @@ def decode_energy(
     tokens = batch * context
     row_tiles = -(-rows // tile_rows)
     padded = row_tiles * tile_rows
-    cache_bytes, io_bytes = tokens * d_qk * ELEMENT_BYTES, batch * rows * ((d_qk + d_v) * ELEMENT_BYTES + 4)
+    cache_bytes, io_bytes = tokens * row_bytes, batch * rows * ((d_qk + d_v) * ELEMENT_BYTES + 4)
     per_byte = model.hbm_to_smem_nj / _TOKEN_BYTES
     memory = (cache_bytes + io_bytes) * per_byte / tokens
-    reread = (row_tiles - 1) * d_qk * ELEMENT_BYTES * model.l2_to_smem_nj / _TOKEN_BYTES
+    reread = (row_tiles - 1) * row_bytes * model.l2_to_smem_nj / _TOKEN_BYTES
     if tile_rows < 64:
         # Of a tile's rows and 64 tokens: products of depth 16 along d_qk; then along the tokens, 64 columns of V each.
         matrix = row_tiles * (-(-d_qk // 16) / 64 + d_v / 64 / 16) * model.matrix_nj(tile_rows)
@@ -266,24 +268,31 @@ class CacheSize:
     """Bytes of the whole batch in all layers."""
 
 
-def cache_sizes(model: Model, *, batch: int, context: int, layers: int) -> tuple[CacheSize, ...]:
-    """Compare caches of 16-bit elements for a batch of requests: multi-head, grouped-query and latent attention.
+def cache_sizes(spec: Spec, *, batch: int, context: int, layers: int) -> tuple[CacheSize, ...]:
+    """Compare caches for a batch of requests: multi-head and grouped-query attention, of 16-bit elements, and latent.
 
     Multi-head attention keeps a key of qk_nope_head_dim and a value of v_head_dim for every head of the whole model,
-    grouped-query attention for 8 of them; the latent cache keeps one latent and one rotary key for all.
+    grouped-query attention for 8 of them; the latent cache keeps one latent and one rotary key for all. It is counted
+    in the spec's own format, and in bf16, too, if that is a quantised one.
     """
+    model = spec.model
     head = model.qk_nope_head_dim + model.v_head_dim
     groups = min(GQA_HEADS, model.num_attention_heads)
     latent = model.kv_lora_rank + model.qk_rope_head_dim
-    kinds = (
-        ("MHA", f"{model.num_attention_heads} heads x {head}", model.num_attention_heads * head),
-        ("GQA-8", f"{groups} heads x {head}", groups * head),
-        ("MLA", f"{latent}, shared by all heads", latent),
-    )
-    return tuple(
-        CacheSize(kind, what, elements * ELEMENT_BYTES, elements * ELEMENT_BYTES * batch * context * layers)
-        for kind, what, elements in kinds
-    )
+    shared = f"{latent}, shared by all heads"
+    kinds = [
+        ("MHA", f"{model.num_attention_heads} heads x {head}", model.num_attention_heads * head * ELEMENT_BYTES),
+        ("GQA-8", f"{groups} heads x {head}", groups * head * ELEMENT_BYTES),
+        ("MLA", shared, latent * ELEMENT_BYTES),
+    ]
+    if spec.layout is not None:
+        kinds.append((f"MLA, {spec.cache.dtype}", shared, spec.row_bytes))
+    return tuple(CacheSize(kind, what, size, size * batch * context * layers) for kind, what, size in kinds)
+
+
+def context_that_fits(spec: Spec, target: Target, layers: int) -> int:
+    """Give the cached tokens, of all requests together, that the target's memory holds if nothing else is in it."""
+    return target.memory // (spec.row_bytes * layers)
 
 
 def decimal_bytes(size: int) -> str:

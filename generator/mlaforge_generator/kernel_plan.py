@@ -14,7 +14,7 @@ from typing import Any
 ELEMENT_BYTES = 2
 """Bytes of a bf16 or fp16 element."""
 ELEMENTS = {"bf16": "Bf16", "fp16": "Fp16"}
-"""The device's name of an element, by cache.dtype."""
+"""The device's name of an element, by Spec.element."""
 
 
 @dataclass(frozen=True)

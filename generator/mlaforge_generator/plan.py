@@ -21,9 +21,11 @@ from .block import (
     TensorMap,
     WarpRole,
 )
+from .cache_layout import CacheLayout
 from .errors import Problem, SpecError
 from .kernel_plan import ELEMENT_BYTES, ELEMENTS, Choice, KernelPlan, Parameter, divisor
 from .kernels import plan_kernels
+from .memory_plan import CODES, row_parts, scale_group, tensor_scale
 from .spec import Spec
 from .target import TARGETS, Target
 
@@ -76,6 +78,42 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class CodedRow:
+    """A token's row of a quantised cache, as decode reads it: in lines of 128 bytes, and its scales."""
+
+    format: str
+    """As cache.dtype."""
+    bytes: int
+    code: str
+    """The device's name of an element of the latent."""
+    code_columns: int
+    """Columns of that type with which the row begins: the latent, and the rotary part where it is of the same type."""
+    code_lines: int
+    rope_lines: int
+    """Those of a bf16 rotary part."""
+    rope_offset: int
+    """Bytes before it."""
+    scale_offset: int
+    """Bytes before the scales."""
+    scale_bytes: int
+    """With padding; 0 if a row has none."""
+    group: int
+    """Elements of the latent under one of them."""
+    blocks: bool
+    """They are e4m3, and elements of 16 bits hold their products with codes; else float32."""
+    scale_stages: int
+    """Tiles whose scales are in shared memory at once."""
+    scale_box_bytes: int
+    """Bytes in shared memory for the scales that one TMA copy brings."""
+    tensor_scale: bool
+
+    @property
+    def lines(self) -> int:
+        """Of a row."""
+        return self.code_lines + self.rope_lines
+
+
+@dataclass(frozen=True)
 class Launch:
     """Shape of a launch."""
 
@@ -123,6 +161,8 @@ class DecodePlan:
     max_parts: int
     """Parts that can share a request: splits.cuh has room for no more."""
     parameters: tuple[Parameter, ...]
+    row: CodedRow | None = None
+    """What the kernel reads of a quantised cache; None if it reads elements."""
 
 
 @dataclass(frozen=True)
@@ -132,18 +172,21 @@ class Plan:
     spec: Spec
     target: Target
     softmax_scale: float
-    decode: DecodePlan
-    """The decode kernel that serves any number of rows."""
-    narrow_decodes: tuple[DecodePlan, ...]
-    """Those for calls whose rows fit into one narrower tile, fewest rows first."""
+    decodes: tuple[DecodePlan, ...]
+    """The decode kernels, fewest rows first."""
     kernels: tuple[KernelPlan, ...]
     """The other kernels; see kernels.py."""
     choices: tuple[Choice, ...]
 
     @property
-    def decodes(self) -> tuple[DecodePlan, ...]:
-        """All decode kernels, fewest rows first."""
-        return (*self.narrow_decodes, self.decode)
+    def decode(self) -> DecodePlan:
+        """The decode kernel that serves any number of rows."""
+        return self.decodes[-1]
+
+    @property
+    def narrow_decodes(self) -> tuple[DecodePlan, ...]:
+        """Those for calls whose rows fit into one narrower tile, fewest rows first."""
+        return self.decodes[:-1]
 
     def decode_for(self, rows: int) -> DecodePlan:
         """Give the decode kernel of a call with so many rows, s_q x heads of a kv head: the runtime's choice."""
@@ -168,15 +211,25 @@ def make_plan(spec: Spec) -> Plan:
     problems = list(_shape_problems(spec))
     if problems:
         raise SpecError(problems)
+    decodes, choices = _plan_decodes(spec, target)
+    kernels, of_kernels = plan_kernels(spec, target)
+    return Plan(spec, target, spec.softmax_scale, decodes, kernels, (*choices, *of_kernels))
+
+
+def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], list[Choice]]:
     choices: list[Choice] = []
     options = spec.kernels.decode
     tokens = options.tile_tokens
 
     schedule: str = options.schedule
+    if schedule not in (schedules := _schedules(spec)):
+        names = " or ".join(schedules)
+        problem = f"no {schedule} kernel reads a cache of {spec.cache.dtype}; got {schedule}; use {names}"
+        raise SpecError([spec.problem("kernels.decode.schedule", problem)])
     if schedule == "auto":
         schedule, why = _schedule(spec)
         choices.append(Choice("kernels.decode.schedule", schedule, why))
-    allowed = TILE_ROWS[schedule]
+    allowed = tile_rows(spec, schedule)
     rows = _tile_rows(spec, schedule) if options.tile_rows == "auto" else options.tile_rows
     if rows not in allowed:
         offered = " or ".join(map(str, allowed))
@@ -189,15 +242,17 @@ def make_plan(spec: Spec) -> Plan:
 
     narrow: list[DecodePlan] = []
     if options.schedule == options.tile_rows == "auto":
-        for few in TILE_ROWS["swapped"]:
+        for few in (each for each in tile_rows(spec, "swapped") if each < rows):
             fewer = _stages(spec, "swapped", few, tokens, target, at_most=True)
             if fewer is not None:
                 narrow.append(_decode(spec, target, f"decode_{few}", "swapped", few, tokens, fewer))
     if options.tile_rows == "auto":
-        why = (
-            f"N of WGMMA, for {spec.heads_per_rank} heads" if len(allowed) > 1 else "M of WGMMA; fewer rows are padded"
-        )
-        if narrow:
+        why = "M of WGMMA; fewer rows are padded"
+        if schedule == "swapped":
+            why = f"N of WGMMA, for {spec.heads_per_rank} heads"
+            if options.schedule == "auto":
+                why = "N of WGMMA; of many rows several tiles"
+        elif narrow:
             why = "M of WGMMA; for calls of few rows N of it: less padding"
         rows_of_all = ", ".join(str(each.tile.rows) for each in (decode, *reversed(narrow)))
         choices.append(Choice("kernels.decode.tile_rows", rows_of_all, why))
@@ -206,28 +261,43 @@ def make_plan(spec: Spec) -> Plan:
         stages_of_all = ", ".join(str(each.tile.stages) for each in (decode, *reversed(narrow)))
         choices.append(Choice("kernels.decode.stages", stages_of_all, why))
     choices.append(_loader_choice(spec, tokens))
-    kernels, of_kernels = plan_kernels(spec, target)
-    return Plan(spec, target, spec.softmax_scale, decode, tuple(narrow), kernels, (*choices, *of_kernels))
+    return (*narrow, decode), choices
+
+
+def _schedules(spec: Spec) -> tuple[str, ...]:
+    """Name the schedules that read the cache."""
+    return ("auto", *TILE_ROWS) if spec.layout is None else ("auto", "swapped")
 
 
 def _tile_rows(spec: Spec, schedule: str) -> int:
-    """Choose the rows of a tile: the fewest that hold a token's heads."""
-    allowed = TILE_ROWS[schedule]
+    """Choose the rows of a tile: the fewest that hold a token's heads, or the most where others take calls of fewer."""
+    allowed = tile_rows(spec, schedule)
+    if spec.kernels.decode.schedule == "auto":
+        return allowed[-1]
     return next((rows for rows in allowed if spec.heads_per_rank <= rows), allowed[-1])
 
 
 def _decode(spec: Spec, target: Target, name: str, schedule: str, rows: int, tokens: int, stages: int) -> DecodePlan:
-    chosen = _ARRANGEMENTS[schedule](spec, rows, tokens, stages)
-    kv_map = TensorMap(
-        "kv_map", "kv_cache", ("d_qk", "page_size", "kv_heads", "num_blocks"), (64, chosen.tile.box_tokens, 1, 1), 128
-    )
+    chosen = _arrange(spec, schedule, rows, tokens, stages)
+    row = coded_row(spec, tokens)
+    # Quantised rows come as they lie there, as pairs of bytes.
+    columns = "d_qk" if row is None else "row_bytes / 2"
+    dims = (columns, "page_size", "kv_heads", "num_blocks")
+    maps = [
+        TensorMap("q_map", "q", ("d_qk", "s_q x heads_per_kv", "kv_heads", "b"), (64, rows, 1, 1), 128),
+    ]
+    if not chosen.tile.gathered:
+        maps.append(TensorMap("kv_map", "kv_cache", dims, (64, chosen.tile.box_tokens, 1, 1), 128))
+    if row is not None and row.scale_bytes:
+        box = (row.scale_bytes // ELEMENT_BYTES, chosen.tile.box_tokens, 1, 1)
+        maps.append(TensorMap("scales_map", "scales", dims, box, 0))
     return DecodePlan(
         spec_name=spec.name,
         schedule_name=schedule,
-        template=f"kernels/decode_{schedule}.cu.j2",
+        template=f"kernels/decode_{schedule}{'' if row is None else '_quantised'}.cu.j2",
         file=f"{name}.cu",
         entry=f"mla_{name}",
-        element=ELEMENTS[spec.cache.dtype],
+        element=ELEMENTS[spec.element],
         d_qk=spec.d_qk,
         d_v=spec.d_v,
         page_size=spec.cache.page_size,
@@ -235,10 +305,7 @@ def _decode(spec: Spec, target: Target, name: str, schedule: str, rows: int, tok
         smem=SmemMap(chosen.regions, chosen.total, target.smem_per_block),
         mbarriers=chosen.mbarriers,
         named_barriers=chosen.named_barriers,
-        tensor_maps=(
-            TensorMap("q_map", "q", ("d_qk", "s_q x heads_per_kv", "kv_heads", "b"), (64, rows, 1, 1), 128),
-            *(() if chosen.tile.gathered else (kv_map,)),
-        ),
+        tensor_maps=tuple(maps),
         roles=chosen.roles,
         registers=chosen.registers,
         launch=Launch(
@@ -248,7 +315,45 @@ def _decode(spec: Spec, target: Target, name: str, schedule: str, rows: int, tok
         ),
         schedule=SchedulePolicy(fixed_overhead_blocks=5, snap_blocks=1, min_part_blocks=1),
         max_parts=MAX_PARTS,
-        parameters=(*(_CACHE_PARAMETERS if chosen.tile.gathered else ()), *_DECODE_PARAMETERS),
+        parameters=(
+            *(_CACHE_PARAMETERS if chosen.tile.gathered else ()),
+            *_DECODE_PARAMETERS,
+            *tensor_scale(spec.layout),
+        ),
+        row=row,
+    )
+
+
+_SCALE_STAGES = 3
+"""Tiles' scales: few bytes, so that their loads run ahead of the lines'."""
+
+
+def coded_row(spec: Spec, tokens: int) -> CodedRow | None:
+    """Lay out what decode reads of a row, in tiles of so many tokens; None of a cache of elements."""
+    layout: CacheLayout | None = spec.layout
+    if layout is None:
+        return None
+    parts = row_parts(spec, layout)
+    coded = [part for part in parts.values() if part.dtype == layout.latent]
+    rope = next((part for part in parts.values() if part.dtype == "bf16"), None)
+    scales = parts.get("scales")
+    scale_bytes = scales.padded_bytes if scales is not None else 0
+    return CodedRow(
+        format=layout.name,
+        bytes=spec.row_bytes,
+        code=CODES[layout.latent],
+        code_columns=sum(part.elements for part in coded),
+        code_lines=-(-sum(part.bytes for part in coded) // LINE),
+        rope_lines=-(-rope.bytes // LINE) if rope is not None else 0,
+        rope_offset=rope.offset if rope is not None else 0,
+        scale_offset=scales.offset if scales is not None else 0,
+        scale_bytes=scale_bytes,
+        group=scale_group(spec, layout),
+        blocks=layout.scales == "e4m3",
+        scale_stages=_SCALE_STAGES if scale_bytes else 1,
+        # A copy to shared memory begins at a multiple of 128 bytes.
+        scale_box_bytes=max(_box_tokens(spec, tokens) * scale_bytes, 128) if scale_bytes else 0,
+        tensor_scale=layout.tensor_scale,
     )
 
 
@@ -292,12 +397,12 @@ def _box_tokens(spec: Spec, tokens: int) -> int:
 
 
 def _gathered(spec: Spec) -> bool:
-    return spec.cache.page_size in GATHERED_PAGE_SIZES
+    return spec.layout is None and spec.cache.page_size in GATHERED_PAGE_SIZES
 
 
 def _loaders(spec: Spec, tokens: int) -> int:
     """Give the warps that bring a tile."""
-    return SHARING_LOADERS if _box_tokens(spec, tokens) < tokens else 1
+    return SHARING_LOADERS if spec.layout is None and _box_tokens(spec, tokens) < tokens else 1
 
 
 def _tile_role(name: str, spec: Spec, tokens: int, registers: int, brings: str, shared: str) -> WarpRole:
@@ -331,6 +436,9 @@ def _loader_choice(spec: Spec, tokens: int) -> Choice:
         return Choice("decode loader", f"{loaders} warps, copies of 16 bytes by threads", why)
     if loaders > 1:
         return Choice("decode loader", f"{loaders} warps, TMA", f"they share the {boxes} boxes of a column of a tile")
+    if boxes > 1:
+        why = f"the loader of quantised rows; it issues {boxes} boxes for each 128-byte column of a tile"
+        return Choice("decode loader", "1 warp, TMA", why)
     return Choice("decode loader", "1 warp, TMA", "a page holds a tile, so one box brings each of its columns")
 
 
@@ -711,10 +819,128 @@ def _swapped(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     )
 
 
+def _coded_memory(
+    spec: Spec, row: CodedRow, rows: int, tokens: int, ring: int, roles: tuple[WarpRole, ...]
+) -> tuple[tuple[SmemRegion, ...], tuple[Mbarrier, ...]]:
+    """Place the regions and mbarriers for a ring of so many lines."""
+    subtiles, subtiles_v = _subtiles(spec), spec.d_v // SUBTILE_COLUMNS
+    regions = _Regions()
+    regions.place(
+        "Q", "kOffsetQ", subtiles * rows * LINE, f"{rows} rows x {subtiles} subtiles; half of O when an item ends"
+    )
+    regions.place("V", "kOffsetV", subtiles_v * tokens * LINE, f"{tokens} tokens as fp16, a warpgroup", 2)
+    regions.place("K", "kOffsetK", tokens * LINE, f"{ring} lines of {tokens} tokens as they are in the cache", ring)
+    regions.place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, f"probabilities, {rows} x {tokens} a warpgroup", 2)
+    regions.make_room(_merge_bytes(rows))
+    if row.scale_bytes:
+        size = tokens // _box_tokens(spec, tokens) * row.scale_box_bytes
+        regions.place("scales", "kOffsetScales", size, f"of {row.scale_stages} tiles", row.scale_stages)
+    regions.place("maxima", "kOffsetMaxima", 4 * rows * 4, "float32, of each warp, a warpgroup", 2)
+    regions.place(
+        "statistics", "kOffsetStatistics", 2 * 5 * rows * 4, "sums of each warp, reference; a warpgroup, by turns", 2
+    )
+    regions.place("units", "kOffsetUnits", rows * 4, "float32 that a row of Q was divided by")
+    regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut")
+    regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
+    stages = row.scale_stages
+    scales = (
+        Mbarrier("scales_full", stages, 1, tokens * row.scale_bytes, "the scales of a tile have landed"),
+        Mbarrier("scales_empty", stages, 4, 0, "the 4 warps of the tile's warpgroup have read them"),
+    )
+    return regions.finish(
+        (
+            Mbarrier("full", ring, 1, tokens * LINE, "a line of the tokens' rows has landed"),
+            Mbarrier("empty", ring, 4, 0, "the 4 warps of its tile's warpgroup have finished with it"),
+            *(scales if row.scale_bytes else ()),
+            Mbarrier("scored", 2, 4, 0, "the scores of a warpgroup's tile are done"),
+            Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
+            Mbarrier("q_empty", 1, 256, 0, "the item is finished with it, and with what took its place"),
+            _LANDED,
+        ),
+        roles,
+    )
+
+
+def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
+    """The same on quantised rows: the ring holds lines of them, and either warpgroup has a tile of V of its own."""
+    row = coded_row(spec, tokens)
+    assert row is not None
+    loader, consumer = 40, 232
+    roles = (
+        WarpRole("warpgroup 0", 4, consumer, "every other tile: codes to fp16, S^T = K Q^T, softmax, O^T += V^T P^T"),
+        WarpRole("warpgroup 1", 4, consumer, "the tiles between them"),
+        WarpRole("tile loader", 1, loader, "TMA of K and its scales"),
+        WarpRole("query loader", 1, loader, "TMA of Q"),
+        WarpRole("idle", 2, loader, "leave at once; registers are given back by whole warpgroups"),
+    )
+    # O of 16 rows leaves registers for sums of their own, and for a subtile of K beside the one that is multiplied.
+    groups = spec.d_v // row.group if row.scale_bytes and not row.blocks else 1
+    operands, sums = (2, groups + (row.rope_lines > 0)) if rows <= 16 else (1, 1)
+    ring = row.lines * stages
+    placed, mbarriers = _coded_memory(spec, row, rows, tokens, ring, roles)
+    if spec.kernels.decode.stages == "auto":
+        for more in range(ring + 1, min(row.lines * MAX_STAGES, ring + row.lines - 1) + 1):
+            larger = _coded_memory(spec, row, rows, tokens, more, roles)
+            if _end(larger[0]) > TARGETS[spec.target].smem_per_block:
+                break
+            ring, (placed, mbarriers) = more, larger
+    return _Arrangement(
+        tile=Tile(
+            rows,
+            tokens,
+            stages,
+            _subtiles(spec),
+            _rope_subtiles(spec),
+            _box_tokens(spec, tokens),
+            rope_stages=stages,
+            readers=1,
+            ring_subtiles=ring,
+        ),
+        regions=placed,
+        mbarriers=mbarriers,
+        named_barriers=(
+            NamedBarrier("kGroupBarrier", 1, 2, 128, "a warpgroup among itself"),
+            NamedBarrier("kPairBarrier", 3, 1, 256, "both warpgroups, joining and merging"),
+            NamedBarrier("kSplitsBarrier", 4, 1, 288, "the tile loader has written what the part shares"),
+        ),
+        roles=roles,
+        registers=(
+            RegisterUse("warpgroup 0", f"O, {spec.d_v} x {rows} float32", rows * spec.d_v // 128),
+            RegisterUse("warpgroup 0", f"S, {tokens} x {rows} float32: {sums} sums", sums * rows * tokens // 128),
+            RegisterUse(
+                "warpgroup 0",
+                f"K, {operands} x {tokens} x {SUBTILE_COLUMNS} fp16, and codes of the next",
+                (operands * LINE + SUBTILE_COLUMNS) * tokens // 512,
+            ),
+            RegisterUse("warpgroup 0", "maxima and sums of rows", rows // 2),
+            RegisterUse("warpgroup 0", "addresses, loops, work", 36),
+        ),
+        register_limits=(
+            RegisterLimit("kLoaderRegisters", loader),
+            RegisterLimit("kConsumerRegisters", consumer),
+        ),
+    )
+
+
 _ARRANGEMENTS: dict[str, _Arrange] = {"plain": _plain, "skewed": _skewed, "swapped": _swapped}
+
+
+def _arrange(spec: Spec, schedule: str, rows: int, tokens: int, stages: int) -> _Arrangement:
+    arrange = _ARRANGEMENTS[schedule] if spec.layout is None else _swapped_quantised
+    return arrange(spec, rows, tokens, stages)
+
 
 TILE_ROWS: dict[str, tuple[int, ...]] = {"plain": (64,), "skewed": (64,), "swapped": (16, 32)}
 """Rows of a tile that a schedule can have, by its name."""
+
+
+def tile_rows(spec: Spec, schedule: str) -> tuple[int, ...]:
+    """Give the rows of a tile that a schedule can have for a spec."""
+    row = coded_row(spec, spec.kernels.decode.tile_tokens)
+    if row is not None and row.scale_bytes and not row.blocks and row.group < spec.d_v:
+        # Scores are summed up scale by scale: with 32 rows that takes more registers than O leaves.
+        return TILE_ROWS[schedule][:1]
+    return TILE_ROWS[schedule]
 
 
 _MIN_STAGES = {"plain": 2, "skewed": 2, "swapped": 1}
@@ -731,13 +957,15 @@ def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *
     numbers = range(most, 0, -1) if asked == "auto" or at_most else (asked,)
     for stages in numbers:
         enough = stages >= _MIN_STAGES[schedule]
-        if enough and _ARRANGEMENTS[schedule](spec, rows, tokens, stages).fits(target.smem_per_block):
+        if enough and _arrange(spec, schedule, rows, tokens, stages).fits(target.smem_per_block):
             return stages
     return None
 
 
 def _schedule(spec: Spec) -> tuple[str, str]:
     """Choose a schedule and say why."""
+    if spec.layout is not None:
+        return "swapped", "products with codes take them from registers"
     if spec.kernels.decode.tile_rows in TILE_ROWS["swapped"]:
         return "swapped", "the one with tiles of so few rows"
     return "skewed", "the fastest there is"
@@ -751,13 +979,12 @@ def _no_stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target
             "kernels.decode.stages", f"the {schedule} schedule needs {least} stages; got {asked}; use {least}"
         )
     stages = least if asked == "auto" else asked
-    arrange = _ARRANGEMENTS[schedule]
-    total = arrange(spec, rows, tokens, stages).total
+    total = _arrange(spec, schedule, rows, tokens, stages).total
     needs = f"{stages} stages need {total:,} B of shared memory, a block has {limit:,} B"
     for fewer in range(stages - 1, least - 1, -1):
-        if arrange(spec, rows, tokens, fewer).fits(limit):
+        if _arrange(spec, schedule, rows, tokens, fewer).fits(limit):
             return spec.problem("kernels.decode.stages", f"{needs}; lower stages to {fewer}")
-    total = arrange(spec, rows, tokens, least).total
+    total = _arrange(spec, schedule, rows, tokens, least).total
     return spec.problem(
         "model.kv_lora_rank",
         f"even {least} stage{'s' * (least > 1)} need{'s' * (least == 1)} {total:,} B of shared memory, a block has "

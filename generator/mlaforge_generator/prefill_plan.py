@@ -2,7 +2,9 @@
 
 How a tile is cut follows from two budgets. Registers: a warpgroup holds 64 rows of O and S in float32 and of P in 16
 bits, S and P of different blocks at the same time, for the scores of a block are computed beside the product of the
-block before with V. Shared memory: at least two blocks of K and two of V, beside Q.
+block before with V. Shared memory: at least two blocks of K and two of V, beside Q. What registers are left a warpgroup
+spends on its waits: exponentials begin while P V is not done yet, and the results of a tile are stored under the first
+product of the next one.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ L2_BYTES = 32 << 20
 _REGISTERS = {2: (232, 40), 3: (160, 32)}
 _BASE_REGISTERS = 24  # Accumulators begin at R24: below are addresses and loops.
 _ROW_REGISTERS = 20  # Row maxima and sums, borders, what the item is.
+_BEGUN = 16  # Exponentials that a thread makes in about the time that P V takes on behind the scores.
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,10 @@ class PrefillTile:
     """Subtiles of 64 columns in a row of Q or K; the last may be part zeros."""
     items: int
     """Tiles of work that are known at once."""
+    begun: int
+    """Exponentials of a thread that are made while P V is not done: a multiple of 4, for two columns of two rows."""
+    held: bool
+    """Results wait in registers, rounded, for the first product of the next tile; else they are stored at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +146,14 @@ def _tiles(spec: Spec, stages: int = MIN_STAGES) -> Iterator[PrefillTile]:
     order = [*itertools.product((3,), TILE_KV_CHOICES[:2]), *itertools.product((2,), TILE_KV_CHOICES)]
     order += itertools.product((3,), TILE_KV_CHOICES[2:])
     for groups, tokens in order:
-        if sum(use.registers for use in _register_uses(spec, tokens)) <= _REGISTERS[groups][0]:
+        left = _REGISTERS[groups][0] - sum(use.registers for use in _register_uses(spec, tokens))
+        if left >= 0:
             subtiles = -(-d_qk(spec) // SUBTILE_COLUMNS)
             narrow = tokens // 2 if tokens // 2 in (32, 64) else 0
-            yield PrefillTile(ROWS * groups, tokens, stages, 1, groups, narrow, subtiles, items=2)
+            begun = min(_BEGUN, left // 8 * 8)
+            # A tile's first block has no P beside its scores, nor exponentials that have begun.
+            held = _held_registers(spec) <= left + _p_registers(tokens)
+            yield PrefillTile(ROWS * groups, tokens, stages, 1, groups, narrow, subtiles, 2, begun, held)
 
 
 def _tile(spec: Spec, target: Target) -> PrefillTile | Problem:
@@ -196,14 +207,24 @@ def _choices(spec: Spec, tile: PrefillTile, target: Target) -> Iterator[Choice]:
     options = spec.kernels.prefill
     registers = _REGISTERS[tile.groups][0]
     used = sum(use.registers for use in _register_uses(spec, tile.tokens))
+    spent = [f"{tile.begun} exponentials beside P V"] * (tile.begun > 0) + ["results late"] * tile.held
+    why = f"O, S and P: {used} of {registers} registers; {', '.join(spent) or 'no more is left'}"
     total = _total(spec, tile)
     if options.tile_q == "auto":
         yield Choice("kernels.prefill.tile_q", str(tile.rows), f"{tile.groups} warpgroups of {registers} registers")
     if options.tile_kv == "auto":
-        yield Choice("kernels.prefill.tile_kv", str(tile.tokens), f"O, S and P take {used} of {registers} registers")
+        yield Choice("kernels.prefill.tile_kv", str(tile.tokens), why)
     if options.stages == "auto":
         q = f"{tile.queries} tile{'s' * (tile.queries > 1)} of Q"
         yield Choice("kernels.prefill.stages", str(tile.stages), f"with {q} {total:,} of {target.smem_per_block:,} B")
+
+
+def _p_registers(tokens: int) -> int:
+    return ROWS * tokens // 256
+
+
+def _held_registers(spec: Spec) -> int:
+    return ROWS * spec.model.v_head_dim // 256
 
 
 def _register_uses(spec: Spec, tokens: int) -> tuple[RegisterUse, ...]:
@@ -212,7 +233,7 @@ def _register_uses(spec: Spec, tokens: int) -> tuple[RegisterUse, ...]:
         RegisterUse("attention", "addresses and loops; accumulators begin at R24", _BASE_REGISTERS),
         RegisterUse("attention", f"O, {ROWS} x {d_v} float32", ROWS * d_v // 128),
         RegisterUse("attention", f"S of a block, {ROWS} x {tokens} float32", ROWS * tokens // 128),
-        RegisterUse("attention", f"P of the block before, {ROWS} x {tokens} 16-bit", ROWS * tokens // 256),
+        RegisterUse("attention", f"P of the block before, {ROWS} x {tokens} 16-bit", _p_registers(tokens)),
         RegisterUse("attention", "row maxima and sums, borders, the item", _ROW_REGISTERS),
     )
 
@@ -282,6 +303,8 @@ def _plan(spec: Spec, tile: PrefillTile, target: Target) -> PrefillPlan:
         WarpRole("idle", 1, loaders, "leaves at once; registers are given back by whole warpgroups"),
     )
     uses = _register_uses(spec, tile.tokens)
+    if tile.begun:
+        uses += (RegisterUse("attention", "exponentials that begin beside P V", tile.begun),)
     dims = ("total", "heads", "1")
     width, d_v = d_qk(spec), spec.model.v_head_dim
     tensor_maps = (
@@ -302,7 +325,7 @@ def _plan(spec: Spec, tile: PrefillTile, target: Target) -> PrefillPlan:
         constants={"d_qk": width, "d_v": d_v, "tile_q": tile.rows, "tile_kv": tile.tokens},
         choices=tuple(_choices(spec, tile, target)),
         spec_name=spec.name,
-        element=ELEMENTS[spec.cache.dtype],
+        element=ELEMENTS[spec.element],
         d_qk=width,
         d_v=d_v,
         tile=tile,

@@ -17,7 +17,7 @@ from .kernel_plan import KernelPlan
 from .plan import DecodePlan, Plan
 from .resources import template_dir
 
-MANIFEST_FORMAT = 4
+MANIFEST_FORMAT = 5
 """Raised when the runtime must read a manifest differently."""
 
 
@@ -64,19 +64,25 @@ def _kernel(plan: Plan, kernel: DecodePlan | KernelPlan) -> str:
 
 
 def _manifest(plan: Plan) -> dict[str, Any]:
-    decode = plan.decode
+    spec = plan.spec
     return {
         "format": MANIFEST_FORMAT,
-        "name": plan.spec.name,
-        "target": plan.spec.target,
-        "model": plan.spec.model.model_dump(),
-        "tensor_parallel": plan.spec.tensor_parallel,
-        "cache": plan.spec.cache.model_dump(),
-        "dispatch": plan.spec.dispatch.model_dump(),
+        "name": spec.name,
+        "target": spec.target,
+        "model": spec.model.model_dump(),
+        "tensor_parallel": spec.tensor_parallel,
+        "element": spec.element,
+        "cache": {
+            **spec.cache.model_dump(),
+            "row_bytes": spec.row_bytes,
+            "quantised": spec.layout is not None,
+            "tensor_scale": spec.layout is not None and spec.layout.tensor_scale,
+        },
+        "dispatch": spec.dispatch.model_dump(),
         "softmax_scale": plan.softmax_scale,
-        "d_qk": decode.d_qk,
-        "d_v": decode.d_v,
-        "decode": _decode(decode),
+        "d_qk": spec.d_qk,
+        "d_v": spec.d_v,
+        "decode": _decode(plan.decode),
         "narrow_decodes": [_decode(each) for each in plan.narrow_decodes],
         "kernels": {kernel.name: kernel.manifest() for kernel in plan.kernels},
     }

@@ -26,6 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from .cache_layout import LAYOUTS, CacheLayout
 from .errors import Problem, SpecError
 from .yaml_source import KeyPath, Origin, Source, Tree, parse_yaml, read_bytes, shown
 
@@ -110,7 +111,10 @@ class Model(_Part):
 class Cache(_Part):
     """The paged cache of latents."""
 
-    dtype: Literal["bf16", "fp16"] = Field(default="bf16", description="Type of an element of the cache and of q.")
+    dtype: Literal["bf16", "fp16", "fp8_e4m3", "fp8_e4m3_token", "fp8_ds_mla", "nvfp4"] = Field(
+        default="bf16",
+        description="Type of an element of the cache and of q; or a quantised format of the cache, whose q is bf16.",
+    )
     page_size: Annotated[Literal[1, 16, 32, 64, 128], _Listed] = Field(
         default=64, description="Tokens in one page of the cache."
     )
@@ -217,6 +221,23 @@ class Spec(_Part):
     def d_v(self) -> int:
         """Elements of an absorbed output: V is the latent, the head of K."""
         return self.model.kv_lora_rank
+
+    @property
+    def element(self) -> Literal["bf16", "fp16"]:
+        """Type of an element of q, of results, of new tokens, and of what gather reads from the cache."""
+        return "fp16" if self.cache.dtype == "fp16" else "bf16"
+
+    @property
+    def layout(self) -> CacheLayout | None:
+        """Rows of the cache if it is quantised, else None."""
+        return LAYOUTS.get(self.cache.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a cached token of one layer; ValueError if a quantised format has no row of the model's widths."""
+        if self.layout is None:
+            return 2 * self.d_qk
+        return self.layout.row_bytes(self.model.kv_lora_rank, self.model.qk_rope_head_dim)
 
     @property
     def softmax_scale(self) -> float:

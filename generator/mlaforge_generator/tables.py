@@ -37,10 +37,16 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Sequence[object]], 
 
 def summary(plan: Plan) -> str:
     """Say a plan in a line."""
-    decode, spec = plan.decode, plan.spec
+    spec = plan.spec
+    what = (
+        f"{spec.name}: d_qk {spec.d_qk}, d_v {spec.d_v}, {spec.heads_per_rank} heads, {spec.cache.dtype} cache of "
+        f"{spec.row_bytes} B a token in pages of {spec.cache.page_size}"
+    )
+    if not plan.decodes:
+        return f"{what}; no decode kernel"
+    decode = plan.decode
     return (
-        f"{spec.name}: d_qk {decode.d_qk}, d_v {decode.d_v}, {spec.heads_per_rank} heads, {spec.cache.dtype} cache in "
-        f"pages of {spec.cache.page_size}; tiles of {decode.tile.rows} x {decode.tile.tokens}, {decode.tile.stages} "
+        f"{what}; tiles of {decode.tile.rows} x {decode.tile.tokens}, {decode.tile.stages} "
         f"stages, {decode.smem.total:,} of {decode.smem.limit:,} B of shared memory"
     )
 
@@ -62,10 +68,18 @@ _COST_COLUMNS = (
 
 
 def plan_tables(
-    plan: Plan, costs: Sequence[DecodeCost], sizes: Sequence[CacheSize], workload: str
+    plan: Plan, costs: Sequence[DecodeCost], sizes: Sequence[CacheSize], workload: str, fits: int
 ) -> Iterator[RenderableType]:
-    """Give a plan section by section. `workload` says in words what `sizes` were worked out for."""
-    spec, decode, target = plan.spec, plan.decode, plan.target
+    """Give a plan section by section.
+
+    Args:
+        plan: the plan.
+        costs: of decode calls; empty if there is no decode kernel.
+        sizes: of caches.
+        workload: in words what `sizes` were worked out for.
+        fits: cached tokens that the target's memory holds.
+    """
+    spec, target = plan.spec, plan.target
     yield Text(summary(plan), style="bold")
     yield Text(f"softmax_scale {plan.softmax_scale:.6f}; target {target.arch}, {target.name}, {target.sms} SMs\n")
     if plan.choices:
@@ -101,6 +115,29 @@ def plan_tables(
             if isinstance(kernel, MemoryPlan)
         ),
     )
+    if plan.decodes:
+        yield from _split_scheme(plan.decode)
+    for kernel in plan.kernels:
+        if isinstance(kernel, PrefillPlan):
+            yield from _prefill_tables(kernel, target)
+    if costs:
+        yield _decode_table(costs, target)
+    yield table(
+        f"Key-value cache, {workload}, 16-bit elements" + ("" if spec.layout is None else " or the format named"),
+        ("attention", "elements of a token and layer", "bytes>", "total, B>", "decimal>", "binary>"),
+        (
+            (s.kind, s.what, f"{s.token_layer:,}", f"{s.total:,}", decimal_bytes(s.total), binary_bytes(s.total))
+            for s in sizes
+        ),
+        caption=None if spec.tensor_parallel == 1 else "of all ranks together; each rank holds all of MLA's",
+    )
+    yield Text(
+        f"\n{decimal_bytes(target.memory)} hold a context of {fits:,} tokens of {spec.row_bytes} B in each of these "
+        "layers, of all requests together, if nothing else is there."
+    )
+
+
+def _split_scheme(decode: DecodePlan) -> Iterator[RenderableType]:
     policy = decode.schedule
     yield Text("\nSplit scheme", style="bold")
     yield Text(
@@ -109,10 +146,10 @@ def plan_tables(
         f"{policy.snap_blocks} of a request's end moves there, any other splits the request: the parts that share it "
         "merge their results. Each block works this out from cache_seqlens.\n"
     )
-    for kernel in plan.kernels:
-        if isinstance(kernel, PrefillPlan):
-            yield from _prefill_tables(kernel, target)
-    yield table(
+
+
+def _decode_table(costs: Sequence[DecodeCost], target: Target) -> Table:
+    return table(
         f"Decode calls on {target.read_bandwidth / 1e12:.2f} TB/s and {target.matrix_rate / 1e12:.0f} TFLOP/s",
         _COST_COLUMNS,
         (
@@ -133,15 +170,6 @@ def plan_tables(
             for cost in costs
         ),
         caption="partial: results of split requests, written and read, mostly in L2; padded: rows filled up to tiles",
-    )
-    yield table(
-        f"Key-value cache, {workload}, 16-bit elements",
-        ("attention", "elements of a token and layer", "bytes>", "total, B>", "decimal>", "binary>"),
-        (
-            (s.kind, s.what, f"{s.token_layer:,}", f"{s.total:,}", decimal_bytes(s.total), binary_bytes(s.total))
-            for s in sizes
-        ),
-        caption=None if spec.tensor_parallel == 1 else "of all ranks together; each rank holds all of MLA's",
     )
 
 

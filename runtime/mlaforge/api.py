@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mlaforge.cache import default_directory, is_trusted
+from mlaforge.calls import kernel_key
 from mlaforge.chunked import ChunkedPrefill, ContextLimits, ContextRounds, context_rounds
 from mlaforge.chunked import loaded as loaded_chunked
 from mlaforge.decode import DecodeRunner
@@ -37,14 +38,15 @@ class MLA:
         """Compile decode; `load` is the usual way here."""
         self.manifest = manifest
         self.backend = backend
-        self._runner = DecodeRunner(manifest, backend)
+        key = kernel_key(manifest, backend)
+        self._runner = DecodeRunner(manifest, backend, key)
         loaded_decode.add(self._runner)
-        self._memory = MemoryKernels(manifest, backend, self._runner.key)
+        self._memory = MemoryKernels(manifest, backend, key)
         loaded_memory.add(self._memory)
         self._prefill: PrefillRunner | None = None
         self._chunked: ChunkedPrefill | None = None
         if (kernel := manifest.kernels.get("prefill")) is not None:
-            self._prefill = PrefillRunner(manifest, kernel, backend, self._runner.key)
+            self._prefill = PrefillRunner(manifest, kernel, backend, key)
             loaded_prefill.add(self._prefill)
             self._chunked = ChunkedPrefill(self._prefill, self._memory, backend)
             loaded_chunked.add(self._chunked)
@@ -56,7 +58,8 @@ class MLA:
             CompileError: a kernel does not compile.
             ToolchainError: the compiler or its headers are missing.
         """
-        self._runner.compile()
+        if self._runner is not None:
+            self._runner.compile()
         self._memory.compile()
         if self._prefill is not None:
             self._prefill.compile()
@@ -68,6 +71,7 @@ class MLA:
         block_table: torch.Tensor,
         cache_seqlens: torch.Tensor,
         *,
+        tensor_scale: torch.Tensor | None = None,
         causal: bool = False,
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,
@@ -79,12 +83,15 @@ class MLA:
         `cache_seqlens`, so a captured graph may be replayed with other lengths and tables.
 
         Args:
-            q: (b, s_q, h_q, d_qk), bf16 or fp16 as the spec's cache; latent part first, then RoPE.
-            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, h_kv, d_qk), the same dtype; the last
-                dimension contiguous, other strides multiples of 16 bytes.
+            q: (b, s_q, h_q, d_qk), bf16 or fp16 as the spec's cache, bf16 if that is quantised; latent part first, then
+                RoPE.
+            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, h_kv, d_qk), the same dtype; of a
+                quantised cache its rows, as in `append`. The last dimension contiguous, other strides multiples of 16
+                bytes.
             block_table: (b, max_blocks) int32: the block of each page. Entries behind a request's last page are not
                 read.
             cache_seqlens: (b,) int32: tokens of each request; those beyond the table's width are not there.
+            tensor_scale: one float32: of a cache whose format has a scale beside its rows, as in `append`.
             causal: bottom-right aligned: query i of s_q sees the tokens before len - (s_q - 1) + i.
             softmax_scale: of the logits; the model's own if None.
             out: (b, s_q, h_q, d_v) to write to, of q's dtype; made if None.
@@ -98,18 +105,17 @@ class MLA:
             ValueError: an argument does not fit; it says which, what it is and what it must be. Nothing was launched.
             CudaError: the driver refused the launch.
         """
+        runner = self._runner
         scale = self.manifest.softmax_scale if softmax_scale is None else float(softmax_scale)
-        arguments = (q, kv_cache, block_table, cache_seqlens)
+        arguments = (q, kv_cache, block_table, cache_seqlens, tensor_scale)
         if out is None and lse is None:
-            made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mlaforge.decode(
-                *arguments, self._runner.key, causal, scale
-            )
+            made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mlaforge.decode(*arguments, runner.key, causal, scale)
             return made
         if out is None:
             out = q.new_empty((*q.shape[:3], self.manifest.d_v))
         if lse is None:
             lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        torch.ops.mlaforge.decode_out(*arguments, out, lse, self._runner.key, causal, scale)
+        torch.ops.mlaforge.decode_out(*arguments, out, lse, runner.key, causal, scale)
         return out, lse
 
     def prefill(
@@ -188,6 +194,7 @@ class MLA:
         workspace_tokens: int,
         total_context: int | None = None,
         rounds: ContextRounds | None = None,
+        tensor_scale: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
@@ -210,8 +217,8 @@ class MLA:
                 then the rotated part.
             kv_b: (heads, qk_nope_head_dim + v_head_dim, kv_lora_rank), the same dtype: kv_b_proj's weight, of each head
                 the rows that make its keys, then those that make its values.
-            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, 1, d_qk), the same dtype; the last
-                dimension contiguous, other strides multiples of 16 bytes.
+            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, 1, d_qk), the same dtype; of a quantised
+                cache as in `append`. The last dimension contiguous, other strides multiples of 16 bytes.
             block_table: (b, max_blocks) int32: the block of each page. Entries of pages without a token of the context
                 are not read.
             cu_seqlens_q: (b + 1,) int32, ascending: where each request begins in q and latent, and the last one's end.
@@ -223,6 +230,7 @@ class MLA:
                 more rounds than they need. Without it there are enough for max_context tokens of every request, and
                 those that find nothing left still take time. Tokens beyond it are left out.
             rounds: what `context_rounds` gave for these lengths and limits, so that the layers of a model share it.
+            tensor_scale: one float32: of a cache whose format has a scale beside its rows, as in `append`.
             softmax_scale: of the logits; the model's own if None.
             out: (total_q, heads, v_head_dim) to write to, of q's dtype; made if None.
             lse: (heads, total_q) float32, contiguous, to write to; made if None.
@@ -239,7 +247,10 @@ class MLA:
         runner = self.chunked
         scale = self.manifest.softmax_scale if softmax_scale is None else float(softmax_scale)
         seq_starts, cu_seqlens = (None, None) if rounds is None else rounds
-        arguments = (q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens, seq_starts, cu_seqlens)
+        arguments = (
+            *(q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens),
+            *(seq_starts, cu_seqlens, tensor_scale),
+        )
         numbers = (runner.key, max_context, workspace_tokens, total_context, scale)
         if out is None and lse is None:
             made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mlaforge.chunked_prefill(*arguments, *numbers)
@@ -284,23 +295,28 @@ class MLA:
         cu_seqlens: torch.Tensor,
         *,
         seq_starts: torch.Tensor | None = None,
+        tensor_scale: torch.Tensor | None = None,
         total_tokens: int | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Copy ranges of cached tokens out of their pages, into rows that follow each other: for chunked prefill.
 
-        Row cu_seqlens[i] + j of the result is the cached token seq_starts[i] + j of sequence i, to the bit. Works on
-        the current stream and never waits for it: lengths, starts and tables may change between replays of a graph.
+        Row cu_seqlens[i] + j of the result is the cached token seq_starts[i] + j of sequence i, to the bit; of a
+        quantised cache what it stands for, rounded to float32 and from there to bf16. Works on the current stream and
+        never waits for it: lengths, starts and tables may change between replays of a graph.
 
         Args:
             kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, 1, d_qk), bf16 or fp16 as the spec's
-                cache; the last dimension contiguous, other strides multiples of 16 bytes.
+                cache, or bytes of a quantised one as in `append`; the last dimension contiguous, other strides
+                multiples of 16 bytes.
             block_table: (b, max_blocks) int32: the block of each page. Entries of pages without a token that is asked
                 for are not read.
             cu_seqlens: (b + 1,) int32, rising: where the rows of each sequence begin, and where the last one's end.
             seq_starts: (b,) int32: the first token of each sequence that is copied; 0 if None.
+            tensor_scale: one float32: of a cache whose format has a scale beside its rows, as in `append`.
             total_tokens: rows of the result, cu_seqlens[b] or more; needed if `out` is None.
-            out: (total_tokens, d_qk) of the cache's dtype to write to, the last dimension contiguous; made if None.
+            out: (total_tokens, d_qk) of the spec's element type to write to, which is the cache's, or bf16 if that is
+                quantised; the last dimension contiguous. Made if None.
 
         Returns:
             out. Rows that no sequence has, those from cu_seqlens[b] on, are left as they are. A row whose token lies
@@ -310,7 +326,7 @@ class MLA:
             ValueError: an argument does not fit; it says which, what it is and what it must be. Nothing was launched.
             CudaError: the driver refused the launch.
         """
-        arguments = (kv_cache, block_table, cu_seqlens, seq_starts)
+        arguments = (kv_cache, block_table, cu_seqlens, seq_starts, tensor_scale)
         if out is None:
             if total_tokens is None:
                 raise ValueError("total_tokens is None; it must be the rows of the result where out is None, too")
@@ -333,31 +349,37 @@ class MLA:
         positions: torch.Tensor | None = None,
         cos_sin_cache: torch.Tensor | None = None,
         interleaved: bool | None = None,
+        tensor_scale: torch.Tensor | None = None,
     ) -> None:
         """Write new tokens into their slots of the paged cache: the latent, and behind it the rotary part.
 
         On the way the latent is normalised if there is a `norm_weight`, and the rotary part rotated if there are
-        `positions`; in float32, rounded once. The table of angles is the one by which the server rotates its queries,
-        as FlashInfer's RoPE, SGLang and vLLM keep it, the scaling of the context already in it: were they worked out
-        here anew from frequencies, keys and queries of late positions would be turned by angles that differ.
+        `positions`; in float32, rounded once, or quantised as mlaforge.formats says. The table of angles is the one by
+        which the server rotates its queries, as FlashInfer's RoPE, SGLang and vLLM keep it, the scaling of the context
+        already in it: were they worked out here anew from frequencies, keys and queries of late positions would be
+        turned by angles that differ.
 
         Works on the current stream and never waits for it.
 
         Args:
-            c_kv: (n, kv_lora_rank) of the cache's dtype, the last dimension contiguous, rows a multiple of 16 bytes
-                apart: it may be a part of a projection's output.
+            c_kv: (n, kv_lora_rank) of the spec's element type, which is the cache's, or bf16 if that is quantised; the
+                last dimension contiguous, rows a multiple of 16 bytes apart: it may be a part of a projection's output.
             k_rope: (n, qk_rope_head_dim), the same; None for a model whose qk_rope_head_dim is 0.
-            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, 1, d_qk) to write to; the last dimension
-                contiguous, other strides multiples of 16 bytes.
+            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, 1, d_qk) to write to; of a quantised
+                cache uint8 with row_bytes, the bytes of a token, in place of d_qk (of fp8_e4m3 float8_e4m3fn as well).
+                The last dimension contiguous, other strides multiples of 16 bytes.
             slot_mapping: (n,) int32 or int64: block x page_size + place in the page, each slot once. A token whose slot
                 the cache does not have, such as -1, is left out.
-            norm_weight: (kv_lora_rank,) of the cache's dtype: c_kv becomes c_kv / sqrt(mean(c_kv^2) + eps) x weight.
+            norm_weight: (kv_lora_rank,) of c_kv's dtype: c_kv becomes c_kv / sqrt(mean(c_kv^2) + eps) x weight.
             eps: of the normalisation.
             positions: (n,) int32 or int64: rows of cos_sin_cache. What a position that the table does not have would
                 turn becomes NaN.
             cos_sin_cache: (max_position, qk_rope_head_dim) float32: cosines of a position, then as many sines.
             interleaved: whether neighbours are a pair, x_2i and x_2i+1, as in DeepSeek's models, or x_i and x_i+half.
                 Each stays where it is. Needed with `positions`.
+            tensor_scale: one float32, (1,) or (), on the cache's device: what fp8_e4m3 divides all elements by, and
+                nvfp4 the scales of its blocks; the cache is read with the same. From 2^-100 to 2^100, which is not
+                checked. `Format.tensor_scale` of mlaforge.formats chooses it. None for formats that have none.
 
         Raises:
             ValueError: an argument does not fit; it says which, what it is and what it must be. Nothing was launched.
@@ -373,6 +395,7 @@ class MLA:
             norm_weight,
             positions,
             cos_sin_cache,
+            tensor_scale,
             float(eps),
             bool(interleaved),
             self._memory.key,

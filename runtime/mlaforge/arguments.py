@@ -7,8 +7,18 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from mlaforge.manifest import CacheFormat
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Of an element, by cache.dtype."""
+"""Of an element, by the manifest's `element`."""
+CACHE_DTYPES = {
+    **{name: (dtype,) for name, dtype in DTYPES.items()},
+    "fp8_e4m3": (torch.uint8, torch.float8_e4m3fn),
+    "fp8_e4m3_token": (torch.uint8,),
+    "fp8_ds_mla": (torch.uint8,),
+    "nvfp4": (torch.uint8,),
+}
+"""Those that a cache may have, by cache.dtype: of quantised formats bytes, or the one type that a whole row is of."""
 PIECE = 16
 """Bytes of the widest load: addresses and strides of elements are multiples of it."""
 
@@ -104,6 +114,49 @@ def require_aligned(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(
             f"{name} begins at address {address:#x}, {address % PIECE} B behind a multiple of {PIECE}; move it"
         )
+
+
+def cache_columns(cache: CacheFormat, d_qk: int) -> int:
+    """Give the last dimension of a cache tensor: elements of a token, or bytes of its quantised row."""
+    return cache.row_bytes if cache.quantised else d_qk
+
+
+def require_cache(name: str, tensor: torch.Tensor, cache: CacheFormat, d_qk: int, *heads: int | str) -> None:
+    """Refuse another shape or dtype than those of a paged cache.
+
+    Args:
+        name: of the tensor.
+        tensor: (num_blocks, page_size, d_qk), or row_bytes for d_qk if the cache is quantised; or with heads behind
+            page_size.
+        cache: its format.
+        d_qk: elements of a token.
+        heads: how many there may be, as a number or as a word for any.
+    """
+    columns, page = cache_columns(cache, d_qk), cache.page_size
+    shape = tuple(tensor.shape)
+    fits = len(shape) in (3, 4) and shape[1] == page and shape[-1] == columns
+    if not fits or (len(shape) == 4 and isinstance(heads[0], int) and shape[2] != heads[0]):
+        of_format = f", rows of {cache.dtype}" if cache.quantised else ""
+        raise ValueError(
+            f"{name} has shape {shape_of(tensor)}; it must be (num_blocks, {page}, {columns}) or "
+            f"(num_blocks, {page}, {heads[0]}, {columns}){of_format}"
+        )
+    require_dtype(name, tensor, *CACHE_DTYPES[cache.dtype])
+
+
+def require_tensor_scale(scale: torch.Tensor | None, cache: CacheFormat) -> None:
+    """Refuse a tensor scale that is missing, of no use, or no single float32. Its value is on the device: not seen."""
+    if scale is None:
+        if cache.tensor_scale:
+            raise ValueError(f"tensor_scale is None; it must be one float32, for the cache is {cache.dtype}")
+        return
+    if not cache.tensor_scale:
+        raise ValueError(
+            f"tensor_scale has shape {shape_of(scale)}; it must be None, for a cache of {cache.dtype} has none"
+        )
+    if scale.numel() != 1:
+        raise ValueError(f"tensor_scale has shape {shape_of(scale)}; it must be one number, (1,) or ()")
+    require_dtype("tensor_scale", scale, torch.float32)
 
 
 def require_positive(name: str, value: float) -> None:

@@ -57,7 +57,7 @@ class MLAAttention(nn.Module):
         *,
         device: torch.device | str | None = None,
     ) -> None:
-        """Make a layer with random weights of the cache's dtype.
+        """Make a layer with random weights of the spec's element type: the cache's, or bf16 if that is quantised.
 
         Args:
             config: of the model.
@@ -75,7 +75,7 @@ class MLAAttention(nn.Module):
         self.config = config
         self.mla = mla
         self.num_heads = config.num_attention_heads // manifest.tensor_parallel
-        self.dtype = DTYPES[manifest.cache.dtype]
+        self.dtype = DTYPES[manifest.element]
         self.device = torch.device(mla.backend.device_type if device is None else device)
         for name, needed, table in (
             ("cos_sin", config.rotation, None if tables is None else tables.cos_sin),
@@ -172,7 +172,14 @@ class MLAAttention(nn.Module):
         return shares
 
     @torch.no_grad()
-    def forward(self, hidden_states: torch.Tensor, kv_cache: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        tensor_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Write the new tokens of a step into the cache and attend with them.
 
         Works on the current stream and never waits for the device. A batch without prompts launches the same kernels
@@ -180,11 +187,13 @@ class MLAAttention(nn.Module):
         `batch.copy_` takes over the lengths and tables of another step.
 
         Args:
-            hidden_states: (total_tokens, hidden_size) of the cache's dtype: the new tokens of all requests, one request
+            hidden_states: (total_tokens, hidden_size) of the layer's dtype: the new tokens of all requests, one request
                 behind the other, in the batch's order. Normalised, as the layer before it gives them.
-            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, 1, d_qk): this layer's cache; the last
-                dimension contiguous, other strides multiples of 16 bytes.
+            kv_cache: (num_blocks, page_size, d_qk) or (num_blocks, page_size, 1, d_qk): this layer's cache; of a
+                quantised one uint8 with the bytes of a token in place of d_qk. The last dimension contiguous, other
+                strides multiples of 16 bytes.
             batch: of this step.
+            tensor_scale: one float32: the scale of this layer's cache, if its format has one; as in `MLA.append`.
 
         Returns:
             (total_tokens, hidden_size); under tensor parallelism the part of it that this rank's heads give.
@@ -215,8 +224,9 @@ class MLAAttention(nn.Module):
             positions=batch.positions if rotated else None,
             cos_sin_cache=self.tables.cos_sin,
             interleaved=config.rotation.interleaved if config.rotation is not None else None,
+            tensor_scale=tensor_scale,
         )
-        out = self.attend(q, kv_cache, batch)
+        out = self.attend(q, kv_cache, batch, tensor_scale=tensor_scale)
         if config.output_gate is not None:
             gates: torch.Tensor = self.g_proj(hidden_states)
             out *= gates.sigmoid().view(batch.total_tokens, self.num_heads, -1)
@@ -224,22 +234,30 @@ class MLAAttention(nn.Module):
         return result
 
     @torch.no_grad()
-    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        tensor_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attend with queries of tokens that are cached already: the part of a call that depends on which way it goes.
 
         Args:
-            q: (total_tokens, heads, qk_nope_head_dim + qk_rope_head_dim) of the cache's dtype, rotated.
+            q: (total_tokens, heads, qk_nope_head_dim + qk_rope_head_dim) of the layer's dtype, rotated.
             kv_cache: as in a call, the new tokens in it.
             batch: of this step.
+            tensor_scale: as in a call.
 
         Returns:
             (total_tokens, heads, v_head_dim): what goes into the output's gate and o_proj.
         """
         out = q.new_empty((batch.total_tokens, self.num_heads, self.config.v_head_dim))
         for group in batch.decode:
-            self._decode(q, kv_cache, group, out)
+            self._decode(q, kv_cache, group, out, tensor_scale)
         if batch.prefill is not None:
-            self._prefill(q, kv_cache, batch.prefill, out)
+            self._prefill(q, kv_cache, batch.prefill, out, tensor_scale)
         return out
 
     def _queries(self, hidden_states: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
@@ -267,7 +285,14 @@ class MLAAttention(nn.Module):
         weight: torch.Tensor = self.kv_a_layernorm.weight
         return weight if self.config.kv_lora_scale == 1 else weight * self.config.kv_lora_scale
 
-    def _decode(self, q: torch.Tensor, kv_cache: torch.Tensor, group: DecodeGroup, out: torch.Tensor) -> None:
+    def _decode(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        group: DecodeGroup,
+        out: torch.Tensor,
+        tensor_scale: torch.Tensor | None,
+    ) -> None:
         """Attend with a group's queries in the latent space, and write its tokens' values to out."""
         rank, nope = self.config.kv_lora_rank, self.config.qk_nope_head_dim
         q = take(q, group.tokens)
@@ -279,6 +304,7 @@ class MLAAttention(nn.Module):
             kv_cache,
             group.block_table,
             group.cache_seqlens,
+            tensor_scale=tensor_scale,
             causal=True,
             softmax_scale=self._logit_scale,
         )
@@ -291,7 +317,14 @@ class MLAAttention(nn.Module):
             values = torch.bmm(latent.transpose(0, 1), self.w_uv.mT)
             out.index_copy_(0, group.written, values.transpose(0, 1))
 
-    def _prefill(self, q: torch.Tensor, kv_cache: torch.Tensor, group: PrefillGroup, out: torch.Tensor) -> None:
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        group: PrefillGroup,
+        out: torch.Tensor,
+        tensor_scale: torch.Tensor | None,
+    ) -> None:
         """Attend with a group's queries to decompressed keys and values, and write its tokens' values to out."""
         # The new tokens come out of the cache, where append has put them: as any later step will see them.
         latent = self.mla.gather(
@@ -299,6 +332,7 @@ class MLAAttention(nn.Module):
             group.block_table,
             group.cu_seqlens_q,
             seq_starts=group.context_lens,
+            tensor_scale=tensor_scale,
             total_tokens=group.total_tokens,
         )
         in_place = isinstance(group.tokens, slice)
@@ -314,6 +348,7 @@ class MLAAttention(nn.Module):
             workspace_tokens=group.workspace_tokens,
             total_context=group.total_context,
             rounds=group.rounds,
+            tensor_scale=tensor_scale,
             softmax_scale=self._logit_scale,
             out=take(out, group.tokens) if in_place else None,
         )

@@ -5,6 +5,8 @@ tensors of the same layout, and the runners that the torch operators find by the
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -12,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from mlaforge.compiler import source_closure
 from mlaforge.launch import Cuda, CudaKernel, TensorMapShape
 from mlaforge.manifest import DecodeKernel, Kernel, Manifest
 from mlaforge.simulator import SimulatedKernel, Simulator
@@ -82,20 +85,42 @@ def divisor(d: int) -> tuple[int, int, int]:
 
 
 def tensor_map_shape(
-    dtype: str, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], sector_bytes: int = 128
+    dtype: str,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    sector_bytes: int = 128,
+    swizzle_bytes: int = 128,
 ) -> TensorMapShape:
     """Describe a tensor map. The stride of a dimension of one index, which is never walked, becomes one that TMA takes.
 
     Args:
-        dtype: of the elements, as cache.dtype.
+        dtype: of the elements, bf16 or fp16, or of any pairs of bytes.
         dims: innermost first.
         strides: of all dimensions but the innermost, in elements.
         box: of one copy.
         sector_bytes: as in `TensorMapShape`.
+        swizzle_bytes: as in `TensorMapShape`.
     """
     unwalked = dims[0] + -dims[0] % 8  # TMA wants a multiple of 16 B
     walked = tuple(stride if size > 1 else unwalked for size, stride in zip(dims[1:], strides, strict=True))
-    return TensorMapShape(dtype, dims, walked, box, sector_bytes)
+    return TensorMapShape(dtype, dims, walked, box, sector_bytes, swizzle_bytes)
+
+
+_simulators = itertools.count()
+
+
+def kernel_key(manifest: Manifest, backend: Cuda | Simulator) -> str:
+    """Give the key by which the operators know the kernels of a manifest on a backend: their name and their content."""
+    digest = hashlib.sha256((manifest.folder / "manifest.json").read_bytes())
+    for source in manifest.sources:
+        for name, text in sorted(source_closure(source).items()):
+            digest.update(f"{name}\0{len(text)}\0".encode() + text)
+    key = f"{manifest.name}:{digest.hexdigest()[:16]}"
+    if isinstance(backend, Simulator):
+        # Each has a seed of its own; kernels for a GPU are the same whoever loads them, also in another process.
+        key += f":sim{next(_simulators)}"
+    return key
 
 
 class Keyed(Protocol):

@@ -63,6 +63,7 @@ class ChunkedTensors(NamedTuple):
     lse: torch.Tensor
     seq_starts: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
+    tensor_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class ChunkedPrefill:
         self._rank, self._nope = int(model["kv_lora_rank"]), int(model["qk_nope_head_dim"])
         self._d_latent = prefill.manifest.d_qk
         self._d_qk = prefill.kernel.constants["d_qk"]
-        self._dtype = DTYPES[prefill.manifest.cache.dtype]
+        self._dtype = DTYPES[prefill.manifest.element]
         self._prefill = prefill
         self._memory = memory
         self._backend = backend
@@ -163,6 +164,8 @@ class ChunkedPrefill:
         block_table: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
         context_lens: torch.Tensor,
+        *,
+        tensor_scale: torch.Tensor | None = None,
     ) -> None:
         """Check shapes and dtypes alone, which also holds for tensors without storage."""
         require_shape("q", q, ("total_q", "heads", self._d_qk))
@@ -181,11 +184,13 @@ class ChunkedPrefill:
         require_count("context_lens", context_lens, "block_table", block_table.shape[0])
         for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("context_lens", context_lens)):
             require_dtype(name, tensor, torch.int32)
-        self._memory.check_gather(kv_cache, block_table, cu_seqlens_q, context_lens)
+        self._memory.check_gather(kv_cache, block_table, cu_seqlens_q, context_lens, tensor_scale)
 
-    def empty_results(self, q: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def empty_results(
+        self, q: torch.Tensor, *others: torch.Tensor, tensor_scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Give `out` and `lse` for what `check_shapes` takes, when it has taken it."""
-        self.check_shapes(q, *others)
+        self.check_shapes(q, *others, tensor_scale=tensor_scale)
         out = q.new_empty((*q.shape[:2], self.d_v))
         return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
@@ -207,8 +212,8 @@ class ChunkedPrefill:
             require_aligned(name, getattr(tensors, name))
 
     def _check_layout(self, tensors: ChunkedTensors) -> None:
-        q, _, _, kv_cache, block_table, cu_seqlens_q, _, out, lse, *rounds = tensors
-        self.check_shapes(*tensors[:7])
+        q, _, _, kv_cache, block_table, cu_seqlens_q, _, out, lse, *rounds, tensor_scale = tensors
+        self.check_shapes(*tensors[:7], tensor_scale=tensor_scale)
         given = [(name, tensor) for name, tensor in zip(tensors._fields, tensors, strict=True) if tensor is not None]
         require_devices(given, self._backend.device_type)
         require_shape("out", out, (*q.shape[:2], self.d_v))
@@ -227,7 +232,8 @@ class ChunkedPrefill:
         """Check everything, then launch on the current stream of q's device."""
         require_positive("softmax_scale", softmax_scale)
         self.check(tensors, limits)
-        q, latent, _, kv_cache, block_table, cu_seqlens_q, context_lens, out, lse, seq_starts, cu_seqlens = tensors
+        q, latent, _, kv_cache, block_table, cu_seqlens_q, context_lens, out, lse, *known = tensors
+        seq_starts, cu_seqlens, tensor_scale = known
         total_q, heads, _ = q.shape
         if total_q == 0:
             return
@@ -245,7 +251,8 @@ class ChunkedPrefill:
         parts = [(out, lse)]
         for i, tokens in enumerate(rounds):
             gathered, borders = workspace[:tokens], cu_seqlens[i]
-            self._memory.gather(GatherTensors(kv_cache, block_table, borders, seq_starts[i], gathered))
+            ranges = GatherTensors(kv_cache, block_table, borders, seq_starts[i], gathered, tensor_scale)
+            self._memory.gather(ranges)
             parts.append((torch.empty_like(out), torch.empty_like(lse)))
             self._attend(tensors, gathered, borders, k, v, *parts[-1], False, softmax_scale)
             last = i + 1 == len(rounds)
@@ -295,7 +302,7 @@ loaded: Loaded[ChunkedPrefill] = Loaded()
 
 _ARGUMENTS = (
     "Tensor q, Tensor latent, Tensor kv_b, Tensor kv_cache, Tensor block_table, Tensor cu_seqlens_q, "
-    "Tensor context_lens, Tensor? seq_starts, Tensor? cu_seqlens"
+    "Tensor context_lens, Tensor? seq_starts, Tensor? cu_seqlens, Tensor? tensor_scale"
 )
 _NUMBERS = "str kernel, SymInt max_context, SymInt workspace_tokens, SymInt? total_context, float softmax_scale"
 torch.library.define("mlaforge::chunked_prefill", f"({_ARGUMENTS}, {_NUMBERS}) -> (Tensor, Tensor)")
@@ -314,13 +321,15 @@ def _chunked_prefill_fake(
     context_lens: torch.Tensor,
     seq_starts: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
     kernel: str,
     max_context: int,
     workspace_tokens: int,
     total_context: int | None,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return loaded.get(kernel).empty_results(q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens)
+    arguments = (q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens)
+    return loaded.get(kernel).empty_results(*arguments, tensor_scale=tensor_scale)
 
 
 @torch.library.impl("mlaforge::chunked_prefill", "default")
@@ -334,6 +343,7 @@ def _chunked_prefill(
     context_lens: torch.Tensor,
     seq_starts: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
     kernel: str,
     max_context: int,
     workspace_tokens: int,
@@ -343,8 +353,8 @@ def _chunked_prefill(
     arguments = (q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens)
     limits = ContextLimits(max_context, workspace_tokens, total_context)
     runner = loaded.get(kernel)
-    out, lse = runner.empty_results(*arguments)
-    runner.run(ChunkedTensors(*arguments, out, lse, seq_starts, cu_seqlens), limits, softmax_scale)
+    out, lse = runner.empty_results(*arguments, tensor_scale=tensor_scale)
+    runner.run(ChunkedTensors(*arguments, out, lse, seq_starts, cu_seqlens, tensor_scale), limits, softmax_scale)
     return out, lse
 
 
@@ -359,6 +369,7 @@ def _chunked_prefill_out(
     context_lens: torch.Tensor,
     seq_starts: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     kernel: str,
@@ -368,7 +379,8 @@ def _chunked_prefill_out(
     softmax_scale: float,
 ) -> None:
     tensors = ChunkedTensors(
-        *(q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens, out, lse, seq_starts, cu_seqlens)
+        *(q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens),
+        *(out, lse, seq_starts, cu_seqlens, tensor_scale),
     )
     limits = ContextLimits(max_context, workspace_tokens, total_context)
     loaded.get(kernel).run(tensors, limits, softmax_scale)
@@ -384,6 +396,7 @@ def _chunked_prefill_out_fake(
     context_lens: torch.Tensor,
     seq_starts: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     kernel: str,
@@ -392,7 +405,8 @@ def _chunked_prefill_out_fake(
     total_context: int | None,
     softmax_scale: float,
 ) -> None:
-    loaded.get(kernel).check_shapes(q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens)
+    arguments = (q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens)
+    loaded.get(kernel).check_shapes(*arguments, tensor_scale=tensor_scale)
 
 
 torch.library.register_fake("mlaforge::chunked_prefill", _chunked_prefill_fake)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from mlaforge.arguments import DTYPES, require_aligned, require_dtype, require_positive, shape_of
-from mlaforge.calls import LOG2_E, CallCache, LazyKernels, Loaded, current, divisor, tensor_map_shape
-from mlaforge.compiler import source_closure
+from mlaforge.arguments import (
+    DTYPES,
+    require_aligned,
+    require_cache,
+    require_dtype,
+    require_positive,
+    require_tensor_scale,
+    shape_of,
+)
+from mlaforge.calls import LOG2_E, CallCache, LazyKernels, Loaded, current, divisor, kernel_key, tensor_map_shape
 from mlaforge.launch import Cuda, DefinedTensor, LaunchTensor, TensorMapShape
 from mlaforge.manifest import DecodeKernel, Manifest
 from mlaforge.simulator import Simulator
-
-_simulators = itertools.count()
 
 
 class DecodeTensors(NamedTuple):
@@ -28,6 +31,7 @@ class DecodeTensors(NamedTuple):
     cache_seqlens: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    tensor_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ class _Call:
     heads_per_kv: tuple[int, int, int]
     """As a divisor."""
     q_map: TensorMapShape
-    kv_map: TensorMapShape | None
-    """None where threads copy the tokens."""
+    kv_maps: tuple[TensorMapShape, ...]
+    """Of the cache: of the rows, and of the scales in them, if the kernel reads such; none where threads copy the tokens."""
     kv_strides: tuple[int, int]
     """From page to page and head to head, for those threads; bytes."""
 
@@ -97,22 +101,17 @@ def _walked_strides(kv_cache: torch.Tensor) -> tuple[int, int]:
 class DecodeRunner:
     """The compiled kernels of one manifest and the call that runs them."""
 
-    def __init__(self, manifest: Manifest, backend: Cuda | Simulator) -> None:
+    def __init__(self, manifest: Manifest, backend: Cuda | Simulator, key: str | None = None) -> None:
         """Compile the decode kernel for a backend, or take it from the cache; narrower ones follow at their first call.
+
+        The operators know it by `key`; it is that of `kernel_key` if None.
 
         Raises:
             CompileError: a kernel does not compile.
             ToolchainError: the compiler or its headers are missing.
         """
         self.manifest = manifest
-        digest = hashlib.sha256((manifest.folder / "manifest.json").read_bytes())
-        for source in manifest.sources:
-            for name, text in sorted(source_closure(source).items()):
-                digest.update(f"{name}\0{len(text)}\0".encode() + text)
-        self.key = f"{manifest.name}:{digest.hexdigest()[:16]}"
-        if isinstance(backend, Simulator):
-            # Each has a seed of its own; kernels for a GPU are the same whoever loads them, also in another process.
-            self.key += f":sim{next(_simulators)}"
+        self.key = kernel_key(manifest, backend) if key is None else key
         self._backend = backend
         self._calls: CallCache[_Call] = CallCache()
         self._kernels = LazyKernels(manifest, backend)
@@ -130,10 +129,12 @@ class DecodeRunner:
     def check(self, tensors: DecodeTensors) -> _Shape:
         """Check all but the addresses; ValueError names the tensor, what it is and what it must be."""
         m = self.manifest
-        dtype = DTYPES[m.cache.dtype]
-        q, kv_cache, block_table, cache_seqlens, out, lse = tensors
-        shape = self.check_shapes(q, kv_cache, block_table, cache_seqlens)
+        dtype = DTYPES[m.element]
+        q, kv_cache, block_table, cache_seqlens, out, lse, tensor_scale = tensors
+        shape = self.check_shapes(q, kv_cache, block_table, cache_seqlens, tensor_scale)
         for name, tensor in zip(tensors._fields, tensors, strict=True):
+            if tensor is None:
+                continue
             if tensor.device.type != self._backend.device_type:
                 raise ValueError(f"{name} is on {tensor.device}; these kernels run on {self._backend.device_type}")
             if tensor.device != q.device:
@@ -180,22 +181,22 @@ class DecodeRunner:
         return shape
 
     def check_shapes(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        tensor_scale: torch.Tensor | None = None,
     ) -> _Shape:
         """Check shapes and dtypes alone, which also holds for tensors without storage."""
         m = self.manifest
-        dtype = DTYPES[m.cache.dtype]
+        dtype = DTYPES[m.element]
         if not (q.dim() == 4 and q.shape[3] == m.d_qk and q.shape[1] >= 1 and q.shape[2] >= 1):
             raise ValueError(f"q has shape {shape_of(q)}; it must be (b, s_q, h_q, {m.d_qk})")
-        page = m.cache.page_size
-        if not (kv_cache.dim() in (3, 4) and kv_cache.shape[1] == page and kv_cache.shape[-1] == m.d_qk):
-            raise ValueError(
-                f"kv_cache has shape {shape_of(kv_cache)}; it must be (num_blocks, {page}, {m.d_qk}) or "
-                f"(num_blocks, {page}, h_kv, {m.d_qk})"
-            )
+        require_cache("kv_cache", kv_cache, m.cache, m.d_qk, "h_kv")
+        require_tensor_scale(tensor_scale, m.cache)
         for name, tensor, want in (
             ("q", q, dtype),
-            ("kv_cache", kv_cache, dtype),
             ("block_table", block_table, torch.int32),
             ("cache_seqlens", cache_seqlens, torch.int32),
         ):
@@ -239,17 +240,12 @@ class DecodeRunner:
         q_strides = (row_stride, shape.heads_per_kv * q.stride(2), q.stride(0))
         if not one_stride:
             q_strides = (m.d_qk, rows * m.d_qk, shape.h_kv * rows * m.d_qk)
+        # Quantised rows are read as pairs of bytes: an element of a tensor map is 2 bytes.
+        columns, pair = (m.cache.row_bytes // 2, 2) if m.cache.quantised else (m.d_qk, 1)
         head_stride = kv_cache.stride(2) if kv_cache.dim() == 4 else 0
-        kv_map = None
-        if "kv_cache" in decode.boxes:
-            kv_map = tensor_map_shape(
-                m.cache.dtype,
-                (m.d_qk, m.cache.page_size, shape.h_kv, kv_cache.shape[0]),
-                (kv_cache.stride(1), head_stride, kv_cache.stride(0)),
-                decode.boxes["kv_cache"],
-                # As kv_policy() in decode.cuh.
-                sector_bytes=256 if row_tiles > 1 else 128,
-            )
+        strides = tuple(stride // pair for stride in (kv_cache.stride(1), head_stride, kv_cache.stride(0)))
+        # As kv_policy() in decode.cuh.
+        sectors = 256 if row_tiles > 1 else 128
         # The parts wait for each other: no more blocks than run at the same time, one on a multiprocessor.
         blocks = self._backend.sm_count(q.device) if shape.b else 1
         return _Call(
@@ -260,14 +256,25 @@ class DecodeRunner:
             parts=max(min(blocks // tiles, decode.max_parts), 1),
             copy_q=not one_stride,
             heads_per_kv=divisor(shape.heads_per_kv),
-            q_map=tensor_map_shape(m.cache.dtype, (m.d_qk, rows, shape.h_kv, shape.b), q_strides, decode.boxes["q"]),
-            kv_map=kv_map,
+            q_map=tensor_map_shape(m.element, (m.d_qk, rows, shape.h_kv, shape.b), q_strides, decode.boxes["q"]),
+            kv_maps=tuple(
+                tensor_map_shape(
+                    m.element,
+                    (columns, m.cache.page_size, shape.h_kv, kv_cache.shape[0]),
+                    strides,
+                    decode.boxes[part],
+                    sectors,
+                    swizzle,
+                )
+                for part, swizzle in (("kv_cache", 128), ("scales", 0))
+                if part in decode.boxes
+            ),
             kv_strides=_walked_strides(kv_cache),
         )
 
     def _launch(self, call: _Call, tensors: DecodeTensors, causal: bool, softmax_scale: float) -> None:
         m = self.manifest
-        q, kv_cache, block_table, cache_seqlens, out, lse = tensors
+        q, kv_cache, block_table, cache_seqlens, out, lse, tensor_scale = tensors
         shape, parts, tiles = call.shape, call.parts, call.tiles
         if call.copy_q:
             heads = (shape.b, shape.s_q, shape.h_kv, shape.heads_per_kv, m.d_qk)
@@ -280,17 +287,12 @@ class DecodeRunner:
         arrivals = self._backend.counters(q.device, parts * tiles if parts > 1 else 0)
         out_strides = [2 * stride for stride in out.stride()[:3]]
         encode = self._backend.encode_tensor_map
-        maps = [encode(call.q_map, q.data_ptr())]
-        cache: tuple[int, ...] = ()
-        if call.kv_map is not None:
-            maps.append(encode(call.kv_map, kv_cache.data_ptr()))
-        else:
-            cache = (kv_cache.data_ptr(), *call.kv_strides)
+        cache = () if call.kv_maps else (kv_cache.data_ptr(), *call.kv_strides)
         self._kernels.get(call.decode).launch(
             q.device,
             (tiles, parts, 1),
             call.decode.threads,
-            maps,
+            (encode(call.q_map, q.data_ptr()), *(encode(each, kv_cache.data_ptr()) for each in call.kv_maps)),
             (
                 *cache,
                 block_table.data_ptr(),
@@ -310,6 +312,7 @@ class DecodeRunner:
                 # A mask that hides nothing is not worth its instructions.
                 int(causal and shape.s_q > 1),
                 softmax_scale * LOG2_E,
+                *(() if tensor_scale is None else (tensor_scale.data_ptr(),)),
             ),
             (
                 LaunchTensor("q", q, False),
@@ -320,6 +323,7 @@ class DecodeRunner:
                 LaunchTensor("lse", lse, True),
                 LaunchTensor("workspace", workspace, True),
                 DefinedTensor("arrivals", arrivals, True),
+                *(() if tensor_scale is None else (LaunchTensor("tensor_scale", tensor_scale, False),)),
             ),
             cooperative=parts > 1,
         )
@@ -327,7 +331,7 @@ class DecodeRunner:
 
 loaded: Loaded[DecodeRunner] = Loaded()
 
-_ARGUMENTS = "Tensor q, Tensor kv_cache, Tensor block_table, Tensor cache_seqlens"
+_ARGUMENTS = "Tensor q, Tensor kv_cache, Tensor block_table, Tensor cache_seqlens, Tensor? tensor_scale"
 torch.library.define(
     "mlaforge::decode", f"({_ARGUMENTS}, str kernel, bool causal, float softmax_scale) -> (Tensor, Tensor)"
 )
@@ -343,8 +347,9 @@ def _empty_results(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    runner.check_shapes(q, kv_cache, block_table, cache_seqlens)
+    runner.check_shapes(q, kv_cache, block_table, cache_seqlens, tensor_scale)
     b, s_q, h_q, _ = q.shape
     out = q.new_empty((b, s_q, h_q, runner.manifest.d_v))
     return out, q.new_empty((b, h_q, s_q), dtype=torch.float32)
@@ -356,13 +361,15 @@ def _decode(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
     kernel: str,
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     runner = loaded.get(kernel)
-    out, lse = _empty_results(runner, q, kv_cache, block_table, cache_seqlens)
-    runner.run(DecodeTensors(q, kv_cache, block_table, cache_seqlens, out, lse), causal, softmax_scale)
+    out, lse = _empty_results(runner, q, kv_cache, block_table, cache_seqlens, tensor_scale)
+    tensors = DecodeTensors(q, kv_cache, block_table, cache_seqlens, out, lse, tensor_scale)
+    runner.run(tensors, causal, softmax_scale)
     return out, lse
 
 
@@ -371,11 +378,12 @@ def _decode_fake(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
     kernel: str,
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_results(loaded.get(kernel), q, kv_cache, block_table, cache_seqlens)
+    return _empty_results(loaded.get(kernel), q, kv_cache, block_table, cache_seqlens, tensor_scale)
 
 
 @torch.library.impl("mlaforge::decode_out", "default")
@@ -384,13 +392,15 @@ def _decode_out(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     kernel: str,
     causal: bool,
     softmax_scale: float,
 ) -> None:
-    loaded.get(kernel).run(DecodeTensors(q, kv_cache, block_table, cache_seqlens, out, lse), causal, softmax_scale)
+    tensors = DecodeTensors(q, kv_cache, block_table, cache_seqlens, out, lse, tensor_scale)
+    loaded.get(kernel).run(tensors, causal, softmax_scale)
 
 
 def _decode_out_fake(
@@ -398,13 +408,14 @@ def _decode_out_fake(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     kernel: str,
     causal: bool,
     softmax_scale: float,
 ) -> None:
-    loaded.get(kernel).check_shapes(q, kv_cache, block_table, cache_seqlens)
+    loaded.get(kernel).check_shapes(q, kv_cache, block_table, cache_seqlens, tensor_scale)
 
 
 torch.library.register_fake("mlaforge::decode", _decode_fake)

@@ -1,7 +1,7 @@
 """Quantised caches: what each format's bytes mean, as a torch reference that kernels are to be tested against.
 
-Where the parts of a row lie is in mlaforge_generator.cache_layout. No kernel serves these formats yet. Nothing here
-is fast. It runs on any device, and gives the same bytes on all of them.
+Where the parts of a row lie is in mlaforge_generator.cache_layout. append writes these bytes, gather reads them.
+Nothing here is fast. It runs on any device, and gives the same bytes on all of them.
 
     format          an element of the latent is       scales                             RoPE
     fp8_e4m3        e4m3 x tensor                     tensor: given                      e4m3 x tensor

@@ -45,6 +45,8 @@ class TensorMapShape:
     box: tuple[int, ...]
     sector_bytes: int = 128
     """What L2 fetches at once: 128, or 256 where a neighbour will want the other half."""
+    swizzle_bytes: int = 128
+    """0: rows of a box follow each other in shared memory as they are."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,7 +63,9 @@ def _encode_tensor_map(shape: TensorMapShape, address: int) -> bytes:
             [driver.cuuint32_t(n) for n in shape.box],
             [driver.cuuint32_t(1)] * rank,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+            if shape.swizzle_bytes
+            else driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
             promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
             if shape.sector_bytes == 256
             else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
@@ -246,7 +250,7 @@ class Cuda:
         return _counters.take(device, count)
 
     def encode_tensor_map(self, shape: TensorMapShape, address: int) -> bytes:
-        """Encode a tensor map with the 128-byte swizzle and zeros outside of the tensor: 128 bytes."""
+        """Encode a tensor map with zeros outside of the tensor: 128 bytes."""
         return _encode_tensor_map(shape, address)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-FORMAT = 4
+FORMAT = 5
 """The manifest format that this runtime reads."""
 
 
@@ -100,10 +100,17 @@ class Kernel:
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """The paged cache: element type (`bf16` or `fp16`) and tokens in a page."""
+    """The paged cache."""
 
     dtype: str
+    """As cache.dtype of a spec: the type of an element, or a quantised format, whose rows are bytes."""
     page_size: int
+    """Tokens."""
+    row_bytes: int
+    """Of a token."""
+    quantised: bool
+    tensor_scale: bool
+    """A float32 scale goes with the cache of each layer."""
 
 
 @dataclass(frozen=True)
@@ -116,23 +123,30 @@ class Manifest:
     model: Mapping[str, Any]
     """Dimensions, in the words of config.json."""
     tensor_parallel: int
+    element: str
+    """Type of q, of results, of new tokens and of what gather reads from the cache: bf16 or fp16."""
     cache: CacheFormat
     prefill_absorption_threshold: int
     """New tokens of a request up to which a layer attends in the latent space, by decode, instead of by prefill."""
     softmax_scale: float
     d_qk: int
     d_v: int
-    decode: DecodeKernel
-    """The decode kernel that serves any number of rows."""
-    narrow_decodes: tuple[DecodeKernel, ...]
-    """Those for calls whose rows fit into one narrower tile, fewest rows first."""
+    decodes: tuple[DecodeKernel, ...]
+    """The decode kernels, fewest rows first; none if no decode kernel reads the cache."""
     kernels: Mapping[str, Kernel]
     """The other kernels, by what they do."""
 
     @property
-    def decodes(self) -> tuple[DecodeKernel, ...]:
-        """All decode kernels, fewest rows first."""
-        return (*self.narrow_decodes, self.decode)
+    def decode(self) -> DecodeKernel:
+        """The decode kernel that serves any number of rows; ValueError if there is none."""
+        if not self.decodes:
+            raise ValueError(f"{self.name} has no decode kernel: `mlaforge plan` says why")
+        return self.decodes[-1]
+
+    @property
+    def narrow_decodes(self) -> tuple[DecodeKernel, ...]:
+        """Those for calls whose rows fit into one narrower tile, fewest rows first."""
+        return self.decodes[:-1]
 
     def decode_for(self, rows: int) -> DecodeKernel:
         """Choose the decode kernel for a call: the narrowest tile that holds all rows, s_q x heads of a kv head."""
@@ -141,7 +155,7 @@ class Manifest:
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files to compile."""
-        decodes = (self.decode, *self.narrow_decodes)
+        decodes = (*self.decodes[-1:], *self.decodes[:-1])
         return (*(each.source for each in decodes), *(each.source for each in self.kernels.values()))
 
     @property
@@ -196,13 +210,19 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
         target=_text(_TARGET, data["target"]),
         model=dict(data["model"]),
         tensor_parallel=int(data["tensor_parallel"]),
-        cache=CacheFormat(str(data["cache"]["dtype"]), int(data["cache"]["page_size"])),
+        element=str(data["element"]),
+        cache=CacheFormat(
+            str(data["cache"]["dtype"]),
+            int(data["cache"]["page_size"]),
+            int(data["cache"]["row_bytes"]),
+            bool(data["cache"]["quantised"]),
+            bool(data["cache"]["tensor_scale"]),
+        ),
         prefill_absorption_threshold=int(data["dispatch"]["prefill_absorption_threshold"]),
         softmax_scale=_finite(data["softmax_scale"]),
         d_qk=int(data["d_qk"]),
         d_v=int(data["d_v"]),
-        decode=_decode(folder, data["decode"]),
-        narrow_decodes=tuple(_decode(folder, item) for item in data["narrow_decodes"]),
+        decodes=tuple(_decode(folder, item) for item in (*data["narrow_decodes"], data["decode"]) if item is not None),
         kernels={str(name): _kernel(folder, item) for name, item in data["kernels"].items()},
     )
 

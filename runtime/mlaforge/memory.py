@@ -13,6 +13,7 @@ from mlaforge.arguments import (
     number_strides,
     piece_strides,
     require_aligned,
+    require_cache,
     require_contiguous,
     require_count,
     require_devices,
@@ -20,6 +21,7 @@ from mlaforge.arguments import (
     require_dtype,
     require_positive,
     require_shape,
+    require_tensor_scale,
     shape_of,
 )
 from mlaforge.calls import CallCache, LazyKernels, Loaded, current, divisor
@@ -41,6 +43,7 @@ class GatherTensors(NamedTuple):
     cu_seqlens: torch.Tensor
     seq_starts: torch.Tensor | None
     out: torch.Tensor
+    tensor_scale: torch.Tensor | None = None
 
 
 class AppendTensors(NamedTuple):
@@ -53,6 +56,7 @@ class AppendTensors(NamedTuple):
     norm_weight: torch.Tensor | None
     positions: torch.Tensor | None
     cos_sin_cache: torch.Tensor | None
+    tensor_scale: torch.Tensor | None = None
 
 
 class MergeTensors(NamedTuple):
@@ -82,6 +86,11 @@ class _Call:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _address_if_given(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    """Give the argument of a parameter that only some formats' kernels have."""
+    return () if tensor is None else (tensor.data_ptr(),)
 
 
 def _is_long(tensor: torch.Tensor | None) -> int:
@@ -114,7 +123,8 @@ class MemoryKernels:
         self._backend = backend
         self._calls: CallCache[_Call] = CallCache()
         self._kernels = LazyKernels(manifest, backend)
-        self._dtype = DTYPES[manifest.cache.dtype]
+        self.dtype = DTYPES[manifest.element]
+        """Of all tensors of elements but a quantised cache."""
         self._rank = int(manifest.model["kv_lora_rank"])
         self._rope = int(manifest.model["qk_rope_head_dim"])
 
@@ -131,9 +141,11 @@ class MemoryKernels:
         block_table: torch.Tensor,
         cu_seqlens: torch.Tensor,
         seq_starts: torch.Tensor | None,
+        tensor_scale: torch.Tensor | None = None,
     ) -> None:
         """Check shapes and dtypes alone, which also holds for tensors without storage."""
         self._check_cache(kv_cache)
+        require_tensor_scale(tensor_scale, self.manifest.cache)
         require_shape("block_table", block_table, ("b", "max_blocks"))
         batch = block_table.shape[0]
         require_count("cu_seqlens", cu_seqlens, "block_table", batch, more=1)
@@ -159,7 +171,7 @@ class MemoryKernels:
         call = self._calls.get(tensors, lambda: self._prepare_gather(tensors))
         if call.blocks == 0:
             return
-        cache, table, cu_seqlens, starts, out = tensors
+        cache, table, cu_seqlens, starts, out, scale = tensors
         for name, tensor in (("kv_cache", cache), ("out", out)):
             require_aligned(name, tensor)
         cache_b, cache_t, num_blocks, table_stride, table_width, batch, out_stride, rows = call.values
@@ -168,14 +180,15 @@ class MemoryKernels:
             *(table.data_ptr(), table_stride, table_width),
             *(cu_seqlens.data_ptr(), _address(starts), batch),
             *(out.data_ptr(), out_stride, rows),
+            *_address_if_given(scale),
         )
         self._launch("gather", call, values, tensors, ("out",))
 
     def _prepare_gather(self, tensors: GatherTensors) -> _Call:
-        cache, table, cu_seqlens, starts, out = tensors
-        self.check_gather(cache, table, cu_seqlens, starts)
+        cache, table, cu_seqlens, starts, out, scale = tensors
+        self.check_gather(cache, table, cu_seqlens, starts, scale)
         require_shape("out", out, ("total_tokens", self.manifest.d_qk))
-        require_dtype("out", out, self._dtype)
+        require_dtype("out", out, self.dtype)
         device = self._check_devices(tensors)
         cache_b, cache_t = self.check_pages(cache, table)
         require_contiguous("cu_seqlens", cu_seqlens)
@@ -201,11 +214,13 @@ class MemoryKernels:
         norm_weight: torch.Tensor | None,
         positions: torch.Tensor | None,
         cos_sin_cache: torch.Tensor | None,
+        tensor_scale: torch.Tensor | None = None,
     ) -> None:
         """Check shapes and dtypes alone, which also holds for tensors without storage."""
         self._check_cache(kv_cache)
+        require_tensor_scale(tensor_scale, self.manifest.cache)
         require_shape("c_kv", c_kv, ("n", self._rank))
-        require_dtype("c_kv", c_kv, self._dtype)
+        require_dtype("c_kv", c_kv, self.dtype)
         tokens = c_kv.shape[0]
         if self._rope == 0:
             for name, tensor in (("k_rope", k_rope), ("positions", positions), ("cos_sin_cache", cos_sin_cache)):
@@ -218,14 +233,14 @@ class MemoryKernels:
             raise ValueError(f"k_rope is None; it must be (n, {self._rope})")
         else:
             require_shape("k_rope", k_rope, ("n", self._rope))
-            require_dtype("k_rope", k_rope, self._dtype)
+            require_dtype("k_rope", k_rope, self.dtype)
             if k_rope.shape[0] != tokens:
                 raise ValueError(f"k_rope has {k_rope.shape[0]} rows, c_kv has {tokens}; they must agree")
         require_count("slot_mapping", slot_mapping, "c_kv", tokens)
         require_dtype("slot_mapping", slot_mapping, torch.int32, torch.int64)
         if norm_weight is not None:
             require_shape("norm_weight", norm_weight, (self._rank,))
-            require_dtype("norm_weight", norm_weight, self._dtype)
+            require_dtype("norm_weight", norm_weight, self.dtype)
         if (positions is None) != (cos_sin_cache is None):
             missing = "positions" if positions is None else "cos_sin_cache"
             raise ValueError(f"{missing} is None; positions and cos_sin_cache go together")
@@ -241,7 +256,7 @@ class MemoryKernels:
         call = self._calls.get(tensors, lambda: self._prepare_append(tensors))
         if call.blocks == 0:
             return
-        c_kv, k_rope, cache, slots, weight, positions, angles = tensors
+        c_kv, k_rope, cache, slots, weight, positions, angles, scale = tensors
         for name, tensor in (
             ("c_kv", c_kv),
             ("k_rope", k_rope),
@@ -260,11 +275,12 @@ class MemoryKernels:
             *(_address(positions), _is_long(positions)),
             *(_address(angles), angles_stride, max_position),
             *(int(interleaved), rows),
+            *_address_if_given(scale),
         )
         self._launch("append", call, values, tensors, ("kv_cache",))
 
     def _prepare_append(self, tensors: AppendTensors) -> _Call:
-        c_kv, k_rope, cache, slots, weight, positions, angles = tensors
+        c_kv, k_rope, cache, slots, weight, positions, angles, _ = tensors
         self.check_append(*tensors)
         device = self._check_devices(tensors)
         for name, tensor in (("slot_mapping", slots), ("norm_weight", weight), ("positions", positions)):
@@ -296,7 +312,7 @@ class MemoryKernels:
             raise ValueError(
                 f"out1 has shape {shape_of(out1)}; its last dimension must be a multiple of 8 from 8 to {_MAX_WIDTH}"
             )
-        require_dtype("out1", out1, self._dtype)
+        require_dtype("out1", out1, self.dtype)
         self._check_like("out2", out2, out1)
         for name, lse in (("lse1", lse1), ("lse2", lse2)):
             self._check_lse(name, lse, out1)
@@ -340,10 +356,10 @@ class MemoryKernels:
         return _Call(device, blocks, (*strides, rows, rows_per_warp, *numbers))
 
     def _check_like(self, name: str, out: torch.Tensor, out1: torch.Tensor) -> None:
-        if out.shape != out1.shape or out.dtype != self._dtype:
+        if out.shape != out1.shape or out.dtype != self.dtype:
             raise ValueError(
                 f"{name} has shape {shape_of(out)} and dtype {out.dtype}; it must be {shape_of(out1)} and "
-                f"{self._dtype}, as out1"
+                f"{self.dtype}, as out1"
             )
 
     def _check_lse(self, name: str, lse: torch.Tensor, out1: torch.Tensor) -> None:
@@ -358,14 +374,7 @@ class MemoryKernels:
     # -- all of them
 
     def _check_cache(self, kv_cache: torch.Tensor) -> None:
-        page, d_qk = self.manifest.cache.page_size, self.manifest.d_qk
-        shape = tuple(kv_cache.shape)
-        if not (len(shape) in (3, 4) and shape[1] == page and shape[-1] == d_qk and shape[2:-1] in ((), (1,))):
-            raise ValueError(
-                f"kv_cache has shape {shape_of(kv_cache)}; it must be (num_blocks, {page}, {d_qk}) or "
-                f"(num_blocks, {page}, 1, {d_qk})"
-            )
-        require_dtype("kv_cache", kv_cache, self._dtype)
+        require_cache("kv_cache", kv_cache, self.manifest.cache, self.manifest.d_qk, 1)
 
     def _check_devices(self, tensors: _Tensors) -> torch.device:
         device = require_devices(_given(tensors), self._backend.device_type)
@@ -385,14 +394,14 @@ class MemoryKernels:
 
 loaded: Loaded[MemoryKernels] = Loaded()
 
-_RANGES = "Tensor kv_cache, Tensor block_table, Tensor cu_seqlens, Tensor? seq_starts"
+_RANGES = "Tensor kv_cache, Tensor block_table, Tensor cu_seqlens, Tensor? seq_starts, Tensor? tensor_scale"
 _PARTIALS = "Tensor out1, Tensor lse1, Tensor out2, Tensor lse2"
 torch.library.define("mlaforge::gather", f"({_RANGES}, SymInt total_tokens, str kernel) -> Tensor")
 torch.library.define("mlaforge::gather_out", f"({_RANGES}, Tensor(a!) out, str kernel) -> ()")
 torch.library.define(
     "mlaforge::append",
     "(Tensor c_kv, Tensor? k_rope, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? norm_weight, Tensor? positions, "
-    "Tensor? cos_sin_cache, float eps, bool interleaved, str kernel) -> ()",
+    "Tensor? cos_sin_cache, Tensor? tensor_scale, float eps, bool interleaved, str kernel) -> ()",
 )
 torch.library.define("mlaforge::merge", f"({_PARTIALS}, str kernel) -> (Tensor, Tensor)")
 torch.library.define("mlaforge::merge_out", f"({_PARTIALS}, Tensor(a!) out, Tensor(b!) lse, str kernel) -> ()")
@@ -403,11 +412,13 @@ def _gather_fake(
     block_table: torch.Tensor,
     cu_seqlens: torch.Tensor,
     seq_starts: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
     total_tokens: int,
     kernel: str,
 ) -> torch.Tensor:
-    loaded.get(kernel).check_gather(kv_cache, block_table, cu_seqlens, seq_starts)
-    return kv_cache.new_empty((total_tokens, kv_cache.shape[-1]))
+    kernels = loaded.get(kernel)
+    kernels.check_gather(kv_cache, block_table, cu_seqlens, seq_starts, tensor_scale)
+    return kv_cache.new_empty((total_tokens, kernels.manifest.d_qk), dtype=kernels.dtype)
 
 
 @torch.library.impl("mlaforge::gather", "default")
@@ -416,11 +427,12 @@ def _gather(
     block_table: torch.Tensor,
     cu_seqlens: torch.Tensor,
     seq_starts: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
     total_tokens: int,
     kernel: str,
 ) -> torch.Tensor:
-    out = _gather_fake(kv_cache, block_table, cu_seqlens, seq_starts, total_tokens, kernel)
-    loaded.get(kernel).gather(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out))
+    out = _gather_fake(kv_cache, block_table, cu_seqlens, seq_starts, tensor_scale, total_tokens, kernel)
+    loaded.get(kernel).gather(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out, tensor_scale))
     return out
 
 
@@ -430,10 +442,11 @@ def _gather_out(
     block_table: torch.Tensor,
     cu_seqlens: torch.Tensor,
     seq_starts: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
     out: torch.Tensor,
     kernel: str,
 ) -> None:
-    loaded.get(kernel).gather(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out))
+    loaded.get(kernel).gather(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out, tensor_scale))
 
 
 def _gather_out_fake(
@@ -441,10 +454,11 @@ def _gather_out_fake(
     block_table: torch.Tensor,
     cu_seqlens: torch.Tensor,
     seq_starts: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
     out: torch.Tensor,
     kernel: str,
 ) -> None:
-    loaded.get(kernel).check_gather(kv_cache, block_table, cu_seqlens, seq_starts)
+    loaded.get(kernel).check_gather(kv_cache, block_table, cu_seqlens, seq_starts, tensor_scale)
 
 
 @torch.library.impl("mlaforge::append", "default")
@@ -456,11 +470,12 @@ def _append(
     norm_weight: torch.Tensor | None,
     positions: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
     eps: float,
     interleaved: bool,
     kernel: str,
 ) -> None:
-    tensors = AppendTensors(c_kv, k_rope, kv_cache, slot_mapping, norm_weight, positions, cos_sin_cache)
+    tensors = AppendTensors(c_kv, k_rope, kv_cache, slot_mapping, norm_weight, positions, cos_sin_cache, tensor_scale)
     loaded.get(kernel).append(tensors, eps, interleaved)
 
 
@@ -472,11 +487,14 @@ def _append_fake(
     norm_weight: torch.Tensor | None,
     positions: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
     eps: float,
     interleaved: bool,
     kernel: str,
 ) -> None:
-    loaded.get(kernel).check_append(c_kv, k_rope, kv_cache, slot_mapping, norm_weight, positions, cos_sin_cache)
+    loaded.get(kernel).check_append(
+        c_kv, k_rope, kv_cache, slot_mapping, norm_weight, positions, cos_sin_cache, tensor_scale
+    )
 
 
 def _merge_fake(

@@ -19,9 +19,11 @@ from typing import ClassVar, Protocol, Self
 
 import torch
 
-from mlaforge.arguments import DTYPES
+from mlaforge.arguments import DTYPES, cache_columns
+from mlaforge.formats import FORMATS
 from mlaforge.manifest import Manifest
 from mlaforge.memory_reference import append_reference, gather_reference, merge_reference
+from mlaforge.quantised_verify import quantised_failures
 from mlaforge.verify import IMPOSSIBLE_PAGE, shrink, usable
 
 LOST = 2.0**-20
@@ -44,6 +46,7 @@ class MemoryKernelsOf(Protocol):
         cu_seqlens: torch.Tensor,
         *,
         seq_starts: torch.Tensor | None = None,
+        tensor_scale: torch.Tensor | None = None,
         total_tokens: int | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -61,6 +64,7 @@ class MemoryKernelsOf(Protocol):
         positions: torch.Tensor | None = None,
         cos_sin_cache: torch.Tensor | None = None,
         interleaved: bool | None = None,
+        tensor_scale: torch.Tensor | None = None,
     ) -> None:
         """Write tokens into their slots."""
 
@@ -156,12 +160,27 @@ class MemoryProblem(ABC):
             yield changed
 
     def _cache(self, pages: int, manifest: Manifest, device: str | torch.device) -> torch.Tensor:
-        """Give a cache of NaN, (pages, page_size, d_qk), or a layer of one. No result is poisoned with this NaN."""
-        shape = (pages, self.cache_layers, manifest.cache.page_size, manifest.d_qk)
-        return torch.full(shape, 0x7FFF, dtype=torch.int16, device=device).view(DTYPES[manifest.cache.dtype])[:, -1]
+        """Give a cache of NaN, (pages, page_size, d_qk), or a layer of one. No result is poisoned with this NaN.
+
+        Of quantised rows all bits are set, which is NaN in every format.
+        """
+        shape = (pages, self.cache_layers, manifest.cache.page_size, cache_columns(manifest.cache, manifest.d_qk))
+        if manifest.cache.quantised:
+            return torch.full(shape, 0xFF, dtype=torch.uint8, device=device)[:, -1]
+        return torch.full(shape, 0x7FFF, dtype=torch.int16, device=device).view(DTYPES[manifest.element])[:, -1]
 
     def _passed(self, cache: torch.Tensor) -> torch.Tensor:
         return cache.unsqueeze(2) if self.cache_4d else cache
+
+
+def _tensor_scale(
+    manifest: Manifest, generator: torch.Generator, device: str | torch.device
+) -> tuple[float | None, torch.Tensor | None]:
+    """Draw a tensor scale from 2^-7 to 100, if the cache has one: as a number, and as calls take it."""
+    if not manifest.cache.tensor_scale:
+        return None, None
+    scale = torch.exp2(torch.rand(1, generator=generator, device=device) * (7 + math.log2(100)) - 7)
+    return float(scale), scale
 
 
 def _at_least(problem: MemoryProblem, name: str, least: int) -> None:
@@ -186,6 +205,8 @@ class GatherProblem(MemoryProblem):
     table_extra_columns: int = 0
     table_padding: int = 0
     table_filler: int = IMPOSSIBLE_PAGE
+    any_bytes: bool = False
+    """The rows of a quantised cache are of any bytes, as nobody would have written them."""
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning with a ValueError."""
@@ -224,6 +245,7 @@ class GatherProblem(MemoryProblem):
             table_extra_columns=rng.choice((0, 0, 1, 9)),
             table_padding=rng.choice((0, 0, 5)),
             table_filler=rng.choice((IMPOSSIBLE_PAGE, IMPOSSIBLE_PAGE, -1)),
+            any_bytes=manifest.cache.quantised and rng.random() < 0.4,
         )
 
     def simpler(self) -> Iterator[Self]:
@@ -256,28 +278,53 @@ class GatherProblem(MemoryProblem):
         size = (len(self.counts), width + self.table_padding)
         table = torch.full(size, self.table_filler, dtype=torch.int32, device=device)[:, :width]
         cache = self._cache(pages, manifest, device)
+        scale, tensor_scale = _tensor_scale(manifest, generator, device)
         used = 0
         for i, (start, count, columns) in enumerate(zip(starts, self.counts, needed, strict=True)):
             table[i, columns.start : columns.stop] = order[used : used + len(columns)]
             used += len(columns)
             tokens = torch.arange(start, start + count, device=device)
-            values = torch.randn((count, d_qk), generator=generator, device=device).to(cache.dtype)
-            cache[table[i, tokens // page].long(), tokens % page] = values
+            values = torch.randn((count, d_qk), generator=generator, device=device)
+            rows = self._rows(values, manifest, scale, generator)
+            cache[table[i, tokens // page].long(), tokens % page] = rows
         borders = list(itertools.accumulate(self.counts, initial=0))
         cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=device)
         seq_starts = torch.tensor(self.starts, dtype=torch.int32, device=device) if self.starts else None
-        rows = borders[-1] + self.extra_rows
+        rows_of_out = borders[-1] + self.extra_rows
         apart = d_qk + 8 * self.out_padding
-        memory = torch.full((_GUARD + rows * apart + _GUARD,), math.nan, dtype=cache.dtype, device=device)
-        out = memory[_GUARD:-_GUARD].view(rows, apart)[:, :d_qk]
+        dtype = DTYPES[manifest.element]
+        memory = torch.full((_GUARD + rows_of_out * apart + _GUARD,), math.nan, dtype=dtype, device=device)
+        out = memory[_GUARD:-_GUARD].view(rows_of_out, apart)[:, :d_qk]
         wanted = memory.clone()
-        of_rows = wanted[_GUARD:-_GUARD].view(rows, apart)[:, :d_qk]
-        of_rows.copy_(gather_reference(cache, table, cu_seqlens, seq_starts, out))
+        of_rows = wanted[_GUARD:-_GUARD].view(rows_of_out, apart)[:, :d_qk]
+        elements = cache
+        if manifest.cache.quantised:
+            read = FORMATS[manifest.cache.dtype].dequantise(cache, manifest.d_v, d_qk - manifest.d_v, scale, dtype)
+            elements = torch.cat(read, -1)
+        of_rows.copy_(gather_reference(elements, table, cu_seqlens, seq_starts, out))
         passed = self._passed(cache)
-        error = _error_of(lambda: mla.gather(passed, table, cu_seqlens, seq_starts=seq_starts, out=out), device)
+        error = _error_of(
+            lambda: mla.gather(passed, table, cu_seqlens, seq_starts=seq_starts, tensor_scale=tensor_scale, out=out),
+            device,
+        )
         if error is not None:
             return Outcome(math.inf, (error,))
+        if manifest.cache.quantised:
+            # What is NaN may be any NaN.
+            of_rows.copy_(out.where(out.isnan() & of_rows.isnan(), of_rows))
         return Outcome(0.0, _different("out", out, of_rows) or _different("memory beside out", memory, wanted))
+
+    def _rows(
+        self, values: torch.Tensor, manifest: Manifest, scale: float | None, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Give tokens as the cache has them."""
+        if not manifest.cache.quantised:
+            return values.to(DTYPES[manifest.element])
+        if self.any_bytes:
+            size = (len(values), manifest.cache.row_bytes)
+            return torch.randint(0, 256, size, generator=generator, device=values.device, dtype=torch.uint8)
+        values = values * (30 * (scale or 1.0))
+        return FORMATS[manifest.cache.dtype].quantise(values[:, : manifest.d_v], values[:, manifest.d_v :], scale)
 
 
 @dataclass(frozen=True)
@@ -335,7 +382,7 @@ class AppendProblem(MemoryProblem):
     def run(self, mla: MemoryKernelsOf, device: str | torch.device) -> Outcome:
         """Write, and compare the written slots with float64, all else to the bit."""
         manifest, generator = mla.manifest, torch.Generator(device).manual_seed(self.seed)
-        dtype = DTYPES[manifest.cache.dtype]
+        dtype = DTYPES[manifest.element]
         rank, rope_dim = int(manifest.model["kv_lora_rank"]), int(manifest.model["qk_rope_head_dim"])
         page, n = manifest.cache.page_size, self.tokens
 
@@ -366,6 +413,7 @@ class AppendProblem(MemoryProblem):
                 positions[::3] = 512
                 positions[1::7] = -1
             positions = positions.long() if self.long_positions else positions.int()
+        scale, tensor_scale = _tensor_scale(manifest, generator, device)
         wanted = cache.clone()
         error = _error_of(
             lambda: mla.append(
@@ -378,6 +426,7 @@ class AppendProblem(MemoryProblem):
                 positions=positions,
                 cos_sin_cache=angles,
                 interleaved=self.rotate == 1 if self.rotate else None,
+                tensor_scale=tensor_scale,
             ),
             device,
         )
@@ -398,9 +447,33 @@ class AppendProblem(MemoryProblem):
         largest = reference.abs()
         if self.rotate:
             largest[:, rank:] = 1.25 * k_rope.double().abs().amax(-1, keepdim=True)
-        outcome = _rounded("the cache", cache[block, place], reference[kept], largest[kept], dtype)
-        wanted[block, place] = cache[block, place]
+        written, reference, largest = cache[block, place], reference[kept], largest[kept]
+        if manifest.cache.quantised:
+            outcome = self._judged(written, reference, largest, manifest, scale)
+        else:
+            outcome = _rounded("the cache", written, reference, largest, dtype)
+        wanted[block, place] = written
         return Outcome(outcome.used, outcome.failures or _different("slots that no token has", cache, wanted))
+
+    def _judged(
+        self,
+        rows: torch.Tensor,
+        reference: torch.Tensor,
+        largest: torch.Tensor,
+        manifest: Manifest,
+        scale: float | None,
+    ) -> Outcome:
+        """Judge quantised rows: to the bit what is neither normalised nor rotated."""
+        form, rank = FORMATS[manifest.cache.dtype], manifest.d_v
+        lost = LOST * largest
+        lost[:, :rank] *= self.norm
+        lost[:, rank:] *= self.rotate > 0
+        failures = tuple(quantised_failures(form, rows, reference, lost, rank, scale))
+        if form.layout.rope != "bf16" or reference.shape[1] == rank:
+            return Outcome(0.0, failures)
+        _, rope = form.dequantise(rows, rank, reference.shape[1] - rank, scale, torch.bfloat16)
+        outcome = _rounded("the rotary part", rope, reference[:, rank:], largest[:, rank:], torch.bfloat16)
+        return Outcome(outcome.used, failures + outcome.failures)
 
 
 @dataclass(frozen=True)
@@ -454,7 +527,7 @@ class MergeProblem(MemoryProblem):
 
     def run(self, mla: MemoryKernelsOf, device: str | torch.device) -> Outcome:
         """Merge, and compare with float64."""
-        dtype = DTYPES[mla.manifest.cache.dtype]
+        dtype = DTYPES[mla.manifest.element]
         generator = torch.Generator(device).manual_seed(self.seed)
         batch = (self.batch,) if self.batch else ()
         apart = 8 if self.strided else 0
@@ -558,7 +631,8 @@ def _error_of(call: Callable[[], object], device: str | torch.device) -> str | N
 
 def _different(name: str, got: torch.Tensor, want: torch.Tensor) -> tuple[str, ...]:
     """Compare to the bit, NaN included."""
-    wrong = got.contiguous().view(torch.int16) != want.contiguous().view(torch.int16)
+    bits = {1: torch.uint8, 2: torch.int16}[got.element_size()]
+    wrong = got.contiguous().view(bits) != want.contiguous().view(bits)
     if not wrong.any():
         return ()
     at = tuple(int(i) for i in wrong.nonzero()[0])

@@ -72,7 +72,7 @@ class PrefillRunner:
         self.d_v = kernel.constants["d_v"]
         self._d_qk = kernel.constants["d_qk"]
         self._tile_q = kernel.constants["tile_q"]
-        self._dtype = DTYPES[manifest.cache.dtype]
+        self._dtype = DTYPES[manifest.element]
         self._backend = backend
         self._calls: CallCache[_Call] = CallCache()
         self._kernels = LazyKernels(manifest, backend)
@@ -168,7 +168,7 @@ class PrefillRunner:
         # TMA wants no dimension of 0: a tensor without rows is never read.
         dims = (width, max(rows, 1), heads, 1)
         strides = (tensor.stride(0), tensor.stride(1), 0)
-        return tensor_map_shape(self.manifest.cache.dtype, dims, strides, self.kernel.boxes[name])
+        return tensor_map_shape(self.manifest.element, dims, strides, self.kernel.boxes[name])
 
     def _launch(self, call: _Call, tensors: PrefillTensors, causal: bool, softmax_scale: float) -> None:
         q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse = tensors

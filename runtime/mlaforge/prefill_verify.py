@@ -100,6 +100,9 @@ class PrefillProblem:
     """k and v are columns of one tensor, or latent is columns of a wider one; and heads come before rows in q."""
     nan_sequence: int = -1
     """A sequence one of whose own tokens is NaN, which must stay in it; -1 if none."""
+    spike: int = 0
+    """By how many nats the score of one token of each sequence stands out, of one at a third of it; by twice and three
+    times as many those of another at two thirds and of the last. If negative, the first stands out most. 0: none."""
     workspace: int = 0
     """Tokens of a chunked prefill's workspace; 0: it is one call of the kernel."""
     total_known: bool = False
@@ -119,8 +122,8 @@ class PrefillProblem:
         if self.workspace < 0:
             raise ValueError(f"workspace must be at least 0; got {self.workspace}")
         if self.workspace:
-            if not self.causal or self.nan_sequence >= 0:
-                raise ValueError("with a workspace, causal must be 1 and nan_sequence -1")
+            if not self.causal or self.nan_sequence >= 0 or self.spike:
+                raise ValueError("with a workspace, causal must be 1, nan_sequence -1 and spike 0")
             if any(n > length for n, length in zip(self.q, self.k, strict=True)):
                 raise ValueError(f"with a workspace, no length of q may pass that of k; got {self.q} and {self.k}")
         elif self.total_known:
@@ -135,6 +138,8 @@ class PrefillProblem:
             return "chunked"
         if any(n and length < (n if self.causal else 1) for n, length in zip(self.q, self.k, strict=True)):
             return "rows without a token"
+        if self.spike:
+            return "scores that stand out"
         return "causal" if self.causal else "full"
 
     def __str__(self) -> str:
@@ -231,7 +236,7 @@ def make_inputs(problem: PrefillProblem, manifest: Manifest, device: str | torch
     """Make the tensors of a problem: normal values / 10, NaN where no sequence is and in what the call must write."""
     generator = torch.Generator(device).manual_seed(problem.seed)
     constants = kernel_of(manifest).constants
-    dtype = DTYPES[manifest.cache.dtype]
+    dtype = DTYPES[manifest.element]
     heads, margin = problem.heads, problem.margin
 
     def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
@@ -245,6 +250,15 @@ def make_inputs(problem: PrefillProblem, manifest: Manifest, device: str | torch
     d_qk, d_v = constants["d_qk"], constants["d_v"]
     q, k, v = values(sum(problem.q), d_qk, problem.q_gain), values(sum(problem.k), d_qk), values(sum(problem.k), d_v)
     cu_seqlens_q, cu_seqlens_k = offsets(problem.q), offsets(problem.k)
+    if problem.spike:
+        # All rows of q have a direction in common, which these tokens point to.
+        direction = torch.randn((heads, d_qk), generator=generator, device=device).sign()
+        q = (q.float() + direction).to(dtype)
+        steps = (1, 2, 3) if problem.spike > 0 else (3, 2, 1)
+        unit = abs(problem.spike) / ((problem.softmax_scale or manifest.softmax_scale) * d_qk)
+        for first, length in zip(cu_seqlens_k.tolist(), problem.k, strict=False):
+            for at, step in zip((length // 3, 2 * length // 3, length - 1), steps, strict=True):
+                k[first + at : first + at + min(length, 1)] = (direction * unit * step).to(dtype)
     if problem.nan_sequence >= 0:
         length = problem.k[problem.nan_sequence]
         token = int(cu_seqlens_k[problem.nan_sequence]) + length // 2
@@ -266,7 +280,7 @@ def make_chunked_inputs(problem: PrefillProblem, manifest: Manifest, device: str
     impossible, and what the call must write is NaN.
     """
     generator = torch.Generator(device).manual_seed(problem.seed)
-    constants, dtype = kernel_of(manifest).constants, DTYPES[manifest.cache.dtype]
+    constants, dtype = kernel_of(manifest).constants, DTYPES[manifest.element]
     heads, margin, page = problem.heads, problem.margin, manifest.cache.page_size
     rank, rope = int(manifest.model["kv_lora_rank"]), int(manifest.model["qk_rope_head_dim"])
     contexts = tuple(length - n for n, length in zip(problem.q, problem.k, strict=True))
@@ -335,6 +349,8 @@ def random_problem(rng: random.Random, kernel: Kernel, max_tokens: int) -> Prefi
         q_gain=rng.choice((1, 1, 8, 32)),
         margin=rng.choice((0, 0, 1, 70)),
         interleaved=rng.random() < 0.25,
+        # To no more than what a row may refer to, beyond it, and beyond all that float32 has of powers.
+        spike=rng.choice((0, 0, 0, 0, 0, 3, 5, 8, 12, 40, 300, -12, -300)),
         # Under a mask it is a matter of blocks which rows a masked token's NaN reaches.
         nan_sequence=rng.randrange(len(q)) if rng.random() < 0.15 and not causal else -1,
     )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 import torch
 
 from mlaforge.arguments import DTYPES
+from mlaforge.formats import FORMATS
 from mlaforge.manifest import Manifest
 from mlaforge.reference import cosine_difference, decode_reference
 
@@ -74,6 +75,7 @@ class Decoder(Protocol):
         block_table: torch.Tensor,
         cache_seqlens: torch.Tensor,
         *,
+        tensor_scale: torch.Tensor | None = None,
         causal: bool = False,
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,
@@ -265,16 +267,27 @@ class Inputs:
     lse: torch.Tensor
     guards: tuple[torch.Tensor, ...] = field(repr=False)
     """The memory before and behind `out` and `lse`, all NaN."""
+    tensor_scale: torch.Tensor | None = None
+    """Of a quantised cache that has one."""
+
+    def elements(self, manifest: Manifest) -> torch.Tensor:
+        """Give the cache as elements: what the rows of a quantised one stand for, as float32."""
+        if not manifest.cache.quantised:
+            return self.kv_cache
+        scale = None if self.tensor_scale is None else float(self.tensor_scale)
+        form, rank = FORMATS[manifest.cache.dtype], manifest.d_v
+        return torch.cat(form.dequantise(self.kv_cache, rank, manifest.d_qk - rank, scale), dim=-1)
 
 
 def make_inputs(problem: Problem, manifest: Manifest, device: str | torch.device) -> Inputs:
     """Make the tensors of a problem as FlashMLA's tests do: normal values / 10, pages in random order.
 
     Cache slots that no token has are NaN, table entries that no token needs hold `problem.table_filler`, and what the
-    call must write is NaN.
+    call must write is NaN. Tokens of a quantised cache are larger and smaller than that by powers of two, and so are
+    their scales; a tensor scale may be such that some of them saturate.
     """
     generator = torch.Generator(device).manual_seed(problem.seed)
-    dtype = DTYPES[manifest.cache.dtype]
+    dtype = DTYPES[manifest.element]
     page_size, d_qk = manifest.cache.page_size, manifest.d_qk
     b, s_q, h_q, h_kv = problem.batch, problem.s_q, problem.h_q, problem.h_kv
 
@@ -296,8 +309,17 @@ def make_inputs(problem: Problem, manifest: Manifest, device: str | torch.device
         table[i, :count] = order[first_page[i] : first_page[i] + count]
     block_table = table[:, :width]
 
-    shape = (num_blocks, problem.cache_layers, page_size, h_kv, d_qk)
-    cache = torch.full(shape, math.nan, dtype=dtype, device=device)[:, -1]
+    quantised = manifest.cache.quantised
+    shape = (num_blocks, problem.cache_layers, page_size, h_kv, manifest.cache.row_bytes if quantised else d_qk)
+    # All bits set are NaN in every format.
+    cache = torch.full(shape, 0xFF if quantised else math.nan, dtype=torch.uint8 if quantised else dtype, device=device)
+    cache = cache[:, -1]
+    scale = tensor_scale = None
+    if manifest.cache.tensor_scale:
+        # Of the largest values 1/64 of the range, or 4 times what there is.
+        share = float(torch.exp2(torch.rand(1, generator=generator, device=device) * 8 - 6))
+        scale = FORMATS[manifest.cache.dtype].tensor_scale(share)
+        tensor_scale = torch.tensor([scale], dtype=torch.float32, device=device)
     for i, length in enumerate(problem.lengths):
         # One request at a time: the float32 values of a large cache would take twice its memory.
         tokens = torch.arange(length, device=device)
@@ -306,11 +328,18 @@ def make_inputs(problem: Problem, manifest: Manifest, device: str | torch.device
             values[..., -1] = 256
         if i == problem.nan_request:
             values[length // 2 : length // 2 + 1] = math.nan
-        cache[block_table[i, tokens // page_size].long(), tokens % page_size] = values.to(dtype)
+        if quantised:
+            powers = torch.randint(-4, 3, (length, h_kv, 1), generator=generator, device=device)
+            values[..., : manifest.d_v] *= torch.exp2(powers.float())
+            latent, rope = values.tensor_split((manifest.d_v,), -1)
+            rows = FORMATS[manifest.cache.dtype].quantise(latent, rope, scale)
+        else:
+            rows = values.to(dtype)
+        cache[block_table[i, tokens // page_size].long(), tokens % page_size] = rows
     out, out_guards = poisoned((b, s_q, h_q, manifest.d_v), dtype, device)
     lse, lse_guards = poisoned((b, h_q, s_q), torch.float32, device)
     kv_cache = cache.squeeze(2) if problem.cache_3d else cache
-    return Inputs(q, kv_cache, block_table, lengths, out, lse, (*out_guards, *lse_guards))
+    return Inputs(q, kv_cache, block_table, lengths, out, lse, (*out_guards, *lse_guards), tensor_scale)
 
 
 def poisoned(
@@ -518,6 +547,7 @@ def run_problem(mla: Decoder, problem: Problem, device: str | torch.device = "cu
             inputs.kv_cache,
             inputs.block_table,
             inputs.cache_seqlens,
+            tensor_scale=inputs.tensor_scale,
             causal=problem.causal,
             softmax_scale=problem.softmax_scale or None,
             out=inputs.out,
@@ -528,7 +558,7 @@ def run_problem(mla: Decoder, problem: Problem, device: str | torch.device = "cu
         return Errors(math.inf, math.inf, math.inf, math.inf, math.inf, (f"{type(error).__name__}: {error}",))
     ref_out, ref_lse = decode_reference(
         inputs.q,
-        inputs.kv_cache,
+        inputs.elements(manifest),
         inputs.block_table,
         inputs.cache_seqlens,
         d_v=manifest.d_v,

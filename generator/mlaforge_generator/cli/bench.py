@@ -120,8 +120,8 @@ def bench(
         if unknown := [name for name in names if name not in peers]:
             raise click.UsageError(f"no such peer: {', '.join(unknown)}; there are {', '.join(peers)}")
         prefill: tuple[PrefillCase, ...] = ()
+        manifest = read_manifest(folder)
         if PREFILL in wanted:
-            manifest = read_manifest(folder)
             if "prefill" not in manifest.kernels:
                 raise click.UsageError(f"{manifest.name} has no prefill kernel: `mlaforge plan` says why")
             heads_here = int(manifest.model["num_attention_heads"]) // manifest.tensor_parallel
@@ -164,7 +164,7 @@ def _bench(folder: Path, options: Options, output: Path, as_json: bool) -> None:
     except (CompileError, ToolchainError) as error:
         raise ToolchainFailure(str(error)) from None
     about: dict[str, Any] = {
-        "kernel": _first_line(manifest.decode.source),
+        "kernel": _first_line(manifest.sources[0]),
         "gpu": torch.cuda.get_device_name(device),
         "cuda": torch.version.cuda,
         "sms": gpu.sms,
@@ -222,6 +222,7 @@ def _predict(manifest: Manifest, case: Case) -> dict[str, Any]:
         TARGETS[manifest.target],
         d_qk=manifest.d_qk,
         d_v=manifest.d_v,
+        row_bytes=manifest.cache.row_bytes,
         tile_rows=decode.tile_rows,
         tile_tokens=decode.tile_tokens,
         batch=case.b,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..cost import DecodeCost, DecodeEnergy, cache_sizes, decode_cost, decode_energy
+from ..cost import DecodeCost, DecodeEnergy, cache_sizes, context_that_fits, decode_cost, decode_energy
 from ..emit import diff_folder
 from ..plan import Plan
 from ..render import render
@@ -54,13 +54,13 @@ def plan(
     else:
         shapes = [(batch or 16, context or 65_536, s_q or 1)]
     costs = [decode_cost(made, batch=b, context=s_k, s_q=q, heads=heads) for b, s_k, q in shapes]
-    d_qk, d_v = made.decode.d_qk, made.decode.d_v
     tiles = [made.decode_for(cost.s_q * cost.heads).tile for cost in costs]
     energies = [
         decode_energy(
             made.target,
-            d_qk=d_qk,
-            d_v=d_v,
+            d_qk=made.spec.d_qk,
+            d_v=made.spec.d_v,
+            row_bytes=made.spec.row_bytes,
             tile_rows=tile.rows,
             tile_tokens=tile.tokens,
             batch=cost.batch,
@@ -69,9 +69,10 @@ def plan(
         )
         for cost, tile in zip(costs, tiles, strict=True)
     ]
-    model = made.spec.model
-    batch, context, layers = batch or 16, context or 65_536, layers or model.num_hidden_layers or 1
-    sizes = cache_sizes(model, batch=batch, context=context, layers=layers)
+    layers = layers or made.spec.model.num_hidden_layers or 1
+    batch, context = batch or 16, context or 65_536
+    sizes = cache_sizes(made.spec, batch=batch, context=context, layers=layers)
+    fits = context_that_fits(made.spec, made.target, layers)
     if as_json:
         derived = ("bytes", "intensity", "padded_intensity", "floor_us", "bound")
         print_json(
@@ -89,6 +90,9 @@ def plan(
                     "batch": batch,
                     "context": context,
                     "layers": layers,
+                    "row_bytes": made.spec.row_bytes,
+                    "memory": made.target.memory,
+                    "context_that_fits": fits,
                     "kinds": [dataclasses.asdict(size) for size in sizes],
                 },
             }
@@ -96,8 +100,9 @@ def plan(
         return
     from ..tables import plan_tables
 
-    print_parts(plan_tables(made, costs, sizes, f"{batch} x {context:,} tokens, {layers} layers"))
-    print_parts([_energy_table(made, costs, energies)])
+    print_parts(plan_tables(made, costs, sizes, f"{batch} x {context:,} tokens, {layers} layers", fits))
+    if costs:
+        print_parts([_energy_table(made, costs, energies)])
 
 
 def _energy_json(energy: DecodeEnergy) -> dict[str, Any]:

@@ -60,11 +60,12 @@ def _numbers(texts: Sequence[str], least: int, most: int, option: str) -> tuple[
 
 
 def require_both_ways(source: Source, plan: Plan) -> None:
-    """Fail if a spec has no prefill kernel, or if its text could not take a threshold."""
-    if not any(kernel.name == "prefill" for kernel in plan.kernels):
-        raise UsageFailure(
-            f"{source.given}: there is no prefill kernel, so that no threshold has an effect; `mlaforge plan` says why"
-        )
+    """Fail if a spec has no prefill or no decode kernel, or if its text could not take a threshold."""
+    there = {kernel.name for kernel in plan.kernels} | {"decode" for _ in plan.decodes}
+    for name in ("prefill", "decode"):
+        if name not in there:
+            why = f"there is no {name} kernel, so that no threshold has an effect; `mlaforge plan` says why"
+            raise UsageFailure(f"{source.given}: {why}")
     source.edited(functools.partial(write_threshold, threshold=0))
 
 

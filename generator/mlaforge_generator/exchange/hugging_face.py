@@ -63,7 +63,7 @@ _ATTENTION: Mapping[str, str] = {
     "attention_bias": "part of the projections",
     "attention_dropout": "training only",
     "attn_logit_softcapping": "the kernels cap no scores",
-    "quantization_config": "of the weights; a cache is bf16 or fp16",
+    "quantization_config": "of the weights; for that of the cache see cache.dtype",
     "llama_4_scaling_beta": "a factor of q by its position, for the caller to apply",
     "apply_yarn_scaling": "the softmax scale follows from mscale_all_dim alone",
     "attention_factor": "a factor of the rotation, whose table the caller makes",
@@ -228,7 +228,7 @@ def _put_dtype(draft: Draft, tree: Mapping[str, Any], config: Mapping[str, Any],
         if word in _DTYPES:
             draft.put("cache.dtype", _DTYPES[word], source)
         else:
-            draft.note(source, value, "a cache is bf16 or fp16: see cache.dtype, which is bf16 unless it is set")
+            draft.note(source, value, "no type of a cache: see cache.dtype, which is bf16 unless it is set")
         return
 
 

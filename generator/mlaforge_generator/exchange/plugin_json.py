@@ -88,7 +88,7 @@ def put_tuning(draft: Draft, values: Mapping[str, Any], prefix: str, tile_name: 
     value, source = values[stages_name], prefix + stages_name
     if stages in draft.sources:
         planned = _plan(draft, {})
-        if planned is not None and value != planned.decode.tile.stages:
+        if planned is not None and planned.decodes and value != planned.decode.tile.stages:
             auto, takes = draft.sources[stages], planned.decode.tile.stages
             draft.note(source, value, f"{auto} leaves it to the planner, which takes {takes}")
     elif why := _why_invalid(draft, stages, value):
@@ -127,9 +127,10 @@ def write_plugin(plan: Plan) -> str:
     first = ("name", "num_heads", "head_dim_content", "latent_kv_dim", "rope_dim")
     plugin: dict[str, Any] = {name: _take(tree, _FIELDS[name]) for name in first}
     plugin["tile_s"] = _take(tree, "kernels.decode.tile_tokens")
-    plugin["num_stages"] = plan.decode.tile.stages if spec.kernels.decode.stages == "auto" else None
-    if plugin["num_stages"] is None:
+    if spec.kernels.decode.stages != "auto":
         plugin["num_stages"] = _take(tree, "kernels.decode.stages")
+    elif plan.decodes:
+        plugin["num_stages"] = plan.decode.tile.stages
     plugin["page_size"] = _take(tree, _FIELDS["page_size"])
     plugin["enable_matrix_absorption"] = True
     plugin["prefill_absorption_threshold"] = _take(tree, _FIELDS["prefill_absorption_threshold"])

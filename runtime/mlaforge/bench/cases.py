@@ -46,9 +46,9 @@ class Case:
         """Multiplications and additions; what a mask hides is counted too, as is usual."""
         return 2 * self.tokens * self.rows * (d_qk + d_v)
 
-    def bytes(self, d_qk: int, d_v: int) -> int:
-        """Bytes of 16-bit elements that must cross the memory bus: the cache once, q and out."""
-        return ELEMENT_BYTES * (self.tokens * d_qk + self.b * self.rows * (d_qk + d_v))
+    def bytes(self, d_qk: int, d_v: int, row_bytes: int) -> int:
+        """Bytes that must cross the memory bus: the cache once, `row_bytes` a token; q and out, of 16-bit elements."""
+        return self.tokens * row_bytes + ELEMENT_BYTES * self.b * self.rows * (d_qk + d_v)
 
     def __str__(self) -> str:
         """Give the shape in words."""

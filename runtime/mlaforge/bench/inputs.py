@@ -6,14 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from mlaforge.arguments import DTYPES
+from mlaforge.arguments import DTYPES, cache_columns
 from mlaforge.bench.cases import Case
 from mlaforge.bench.peers import Problem, Run
+from mlaforge.formats import FORMATS
 from mlaforge.manifest import Manifest
 from mlaforge.verify import Decoder
 
 # More than twice the L2 of any GPU that the kernels run on.
 _CACHE_BYTES = 256 << 20
+_DRAWN_PAGES = 1 << 10
+"""Of a quantised cache, those that are drawn."""
 
 
 @dataclass(frozen=True)
@@ -21,35 +24,59 @@ class Cached:
     """A paged cache and what says where the requests lie in it."""
 
     cache: torch.Tensor
-    """(pages, page_size, d_qk), normal / 10."""
+    """(pages, page_size, d_qk), normal / 10; quantised (pages, page_size, row_bytes)."""
     table: torch.Tensor
     """(b, pages of a request) int32: random pages, each used once."""
     lengths: torch.Tensor
     """(b,) int32, all equal."""
+    tensor_scale: torch.Tensor | None
+    """(1,) float32, of a cache whose format has one."""
 
 
 def make_cache(manifest: Manifest, device: torch.device, b: int, s_k: int, seed: int) -> Cached:
     """Make a cache of `b` requests of `s_k` tokens; on a GPU it is larger than L2, whatever they need."""
-    page, width = manifest.cache.page_size, manifest.d_qk
-    columns = -(-s_k // page)
+    columns = -(-s_k // manifest.cache.page_size)
     least = _CACHE_BYTES if device.type == "cuda" else 0
-    pages = max(b * columns, -(-least // (2 * page * width)))
+    pages = max(b * columns, -(-least // (manifest.cache.page_size * manifest.cache.row_bytes)))
     torch.manual_seed(seed)
-    dtype = DTYPES[manifest.cache.dtype]
-    cache = torch.empty(pages, page, width, dtype=dtype, device=device)
-    # In pieces: of a large cache random numbers of its own size beside it would be a waste.
-    for first in range(0, pages, 1 << 13):
-        cache[first : first + (1 << 13)].normal_().div_(10)
+    cache, tensor_scale = random_pages(manifest, device, pages, 0.1)
     table = torch.randperm(pages, device=device)[: b * columns].to(torch.int32).view(b, columns).contiguous()
-    return Cached(cache, table, torch.full((b,), s_k, dtype=torch.int32, device=device))
+    return Cached(cache, table, torch.full((b,), s_k, dtype=torch.int32, device=device), tensor_scale)
+
+
+def random_pages(
+    manifest: Manifest, device: torch.device, pages: int, deviation: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Fill pages with normal numbers of this standard deviation.
+
+    Returns:
+        (pages, page_size, d_qk), or rows of bytes if the cache is quantised; and the scale, if its format has one.
+    """
+    page, width = manifest.cache.page_size, cache_columns(manifest.cache, manifest.d_qk)
+    if not manifest.cache.quantised:
+        cache = torch.empty(pages, page, width, dtype=DTYPES[manifest.element], device=device)
+        # In pieces: of a large cache random numbers of its own size beside it would be a waste.
+        for first in range(0, pages, 1 << 13):
+            cache[first : first + (1 << 13)].normal_().mul_(deviation)
+        return cache, None
+    form, rank = FORMATS[manifest.cache.dtype], manifest.d_v
+    scale = form.tensor_scale(5 * deviation) if manifest.cache.tensor_scale else None
+    # Rows that come again and again: the reference takes many times their memory.
+    tokens = torch.randn(min(pages, _DRAWN_PAGES), page, manifest.d_qk, device=device).mul_(deviation)
+    rows = form.quantise(tokens[..., :rank], tokens[..., rank:], scale)
+    cache = torch.empty(pages, page, width, dtype=torch.uint8, device=device)
+    for first in range(0, pages, len(rows)):
+        cache[first : first + len(rows)] = rows[: pages - first]
+    return cache, None if scale is None else torch.tensor([scale], device=device)
 
 
 def make_problem(manifest: Manifest, case: Case, cached: Cached, seed: int) -> Problem:
     """Draw the queries of a case, normal / 10, beside a cache of its shape."""
     shape = (case.b, case.s_q, case.h, manifest.d_qk)
     torch.manual_seed(seed + 1)
-    q = torch.randn(shape, device=cached.cache.device).div_(10).to(cached.cache.dtype)
-    return Problem(case, q, cached.cache, cached.table, cached.lengths, manifest.softmax_scale, manifest.d_v)
+    q = torch.randn(shape, device=cached.cache.device).div_(10).to(DTYPES[manifest.element])
+    tensors = (q, cached.cache, cached.table, cached.lengths)
+    return Problem(case, *tensors, manifest.softmax_scale, manifest.d_v, cached.tensor_scale)
 
 
 @dataclass(frozen=True)
@@ -75,6 +102,7 @@ def our_call(mla: Decoder, problem: Problem) -> OurCall:
             problem.kv_cache,
             problem.block_table,
             problem.cache_seqlens,
+            tensor_scale=problem.tensor_scale,
             causal=case.causal,
             out=out,
             lse=lse,

@@ -11,9 +11,11 @@ import torch
 from mlaforge.arguments import DTYPES
 from mlaforge.bench.cases import MemoryCase
 from mlaforge.bench.peers import Run
+from mlaforge.formats import FORMATS
 from mlaforge.manifest import Manifest
 from mlaforge.memory_reference import append_reference, gather_reference, merge_reference
-from mlaforge.memory_verify import MemoryKernelsOf
+from mlaforge.memory_verify import LOST, MemoryKernelsOf
+from mlaforge.quantised_verify import quantised_failures
 
 HEADS = 16
 """Of the results that are merged."""
@@ -58,7 +60,7 @@ def _size(*tensors: torch.Tensor) -> int:
 
 
 def _normal(manifest: Manifest, device: torch.device, *shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=DTYPES[manifest.cache.dtype], device=device).normal_()
+    return torch.empty(shape, dtype=DTYPES[manifest.element], device=device).normal_()
 
 
 def _pages(manifest: Manifest, tokens: int) -> int:
@@ -70,20 +72,48 @@ def _gather(mla: MemoryKernelsOf, tokens: int, device: torch.device) -> MemoryCa
     manifest = mla.manifest
     page, each = manifest.cache.page_size, -(-tokens // _SEQUENCES)
     columns = _pages(manifest, each + page)
-    cache = _normal(manifest, device, _SEQUENCES * columns, page, manifest.d_qk)
+    elements, scale = _normal(manifest, device, _SEQUENCES * columns, page, manifest.d_qk), _tensor_scale(manifest)
+    cache = elements
+    if manifest.cache.quantised:
+        form = FORMATS[manifest.cache.dtype]
+        cache = torch.cat([form.quantise(*_parts(manifest, rows), scale) for rows in torch.split(elements, _CHUNK)])
+        read = [form.dequantise(rows, *_widths(manifest), scale, elements.dtype) for rows in torch.split(cache, _CHUNK)]
+        elements = torch.cat([torch.cat(parts, -1) for parts in read])
     table = torch.randperm(len(cache), device=device).to(torch.int32).view(_SEQUENCES, columns)
     borders = (torch.arange(_SEQUENCES + 1, device=device) * each).clamp(max=tokens).to(torch.int32)
     starts = torch.randint(0, page, (_SEQUENCES,), dtype=torch.int32, device=device)
-    out = cache.new_empty((tokens, manifest.d_qk))
+    out = elements.new_empty((tokens, manifest.d_qk))
+    options: dict[str, Any] = _scale_argument(scale, device)
 
     def check(got: torch.Tensor) -> str | None:
-        return _same(got, gather_reference(cache, table, borders, starts, out))
+        return _same(got, gather_reference(elements, table, borders, starts, out))
 
     return MemoryCall(
-        lambda: mla.gather(cache, table, borders, seq_starts=starts, out=out),
-        2 * _size(out) + _size(table, borders, starts),
+        lambda: mla.gather(cache, table, borders, seq_starts=starts, out=out, **options),
+        tokens * manifest.cache.row_bytes + _size(out) + _size(table, borders, starts),
         check,
     )
+
+
+_CHUNK = 1024
+"""Pages that are quantised at once, by a reference that takes many times their memory."""
+
+
+def _widths(manifest: Manifest) -> tuple[int, int]:
+    return manifest.d_v, manifest.d_qk - manifest.d_v
+
+
+def _parts(manifest: Manifest, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows[..., : manifest.d_v], rows[..., manifest.d_v :]
+
+
+def _tensor_scale(manifest: Manifest) -> float | None:
+    """Give a tensor scale for normal numbers, if the cache has one."""
+    return FORMATS[manifest.cache.dtype].tensor_scale(6.0) if manifest.cache.tensor_scale else None
+
+
+def _scale_argument(scale: float | None, device: torch.device) -> dict[str, Any]:
+    return {} if scale is None else {"tensor_scale": torch.tensor([scale], device=device)}
 
 
 def _append(mla: MemoryKernelsOf, tokens: int, device: torch.device, *, computed: bool) -> MemoryCall:
@@ -93,11 +123,13 @@ def _append(mla: MemoryKernelsOf, tokens: int, device: torch.device, *, computed
     page, pages = manifest.cache.page_size, _pages(manifest, tokens)
     rows = _normal(manifest, device, tokens, manifest.d_qk)
     cache = rows.new_empty((pages, page, manifest.d_qk))
+    if manifest.cache.quantised:
+        cache = rows.new_empty((pages, page, manifest.cache.row_bytes), dtype=torch.uint8)
     places = torch.randperm(pages, device=device)[:, None] * page + torch.arange(page, device=device)
     slots = places.flatten()[:tokens].contiguous()
     c_kv, k_rope = rows[:, :rank], rows[:, rank:] if rope else None
     options: dict[str, Any] = {}
-    size = 2 * _size(rows) + _size(slots)
+    size = _size(rows) + tokens * manifest.cache.row_bytes + _size(slots)
     if computed:
         options["norm_weight"] = _normal(manifest, device, rank)
     if computed and rope:
@@ -109,12 +141,17 @@ def _append(mla: MemoryKernelsOf, tokens: int, device: torch.device, *, computed
         options["interleaved"] = True
     size += _size(*(each for each in options.values() if isinstance(each, torch.Tensor)))
 
+    scale = _tensor_scale(manifest)
+    given = _scale_argument(scale, device)
+
     def run() -> torch.Tensor:
-        mla.append(c_kv, k_rope, cache, slots, **options)
+        mla.append(c_kv, k_rope, cache, slots, **options, **given)
         return cache
 
     def check(got: torch.Tensor) -> str | None:
         written = got.flatten(0, 1)[slots]
+        if manifest.cache.quantised:
+            return _quantised(manifest, written, append_reference(c_kv, k_rope, **options), scale, computed)
         return _near(written, append_reference(c_kv, k_rope, **options)) if computed else _same(written, rows)
 
     return MemoryCall(run, size, check)
@@ -135,6 +172,26 @@ def _merge(mla: MemoryKernelsOf, tokens: int, width: int, device: torch.device) 
         3 * _size(out, lse),
         check,
     )
+
+
+def _quantised(
+    manifest: Manifest, written: torch.Tensor, want: torch.Tensor, scale: float | None, computed: bool
+) -> str | None:
+    """Compare quantised rows with tokens in float64; the rotary part of 16 bits as near as one rounding leaves it."""
+    form, (rank, rope) = FORMATS[manifest.cache.dtype], _widths(manifest)
+    pieces = (torch.split(tensor, 64 * _CHUNK) for tensor in (written, want))
+    for rows, tokens in zip(*pieces, strict=True):
+        largest = tokens.abs()
+        if rope:
+            largest[:, rank:] = largest[:, rank:].amax(-1, keepdim=True)
+        lost = LOST * largest if computed else torch.zeros_like(tokens)
+        if failures := quantised_failures(form, rows, tokens, lost, rank, scale):
+            return failures[0]
+        if form.layout.rope == "bf16" and rope:
+            _, read = form.dequantise(rows, rank, rope, scale, torch.bfloat16)
+            if failure := _near(read, tokens[:, rank:]):
+                return failure
+    return None
 
 
 def _same(got: torch.Tensor, want: torch.Tensor) -> str | None:

@@ -39,17 +39,19 @@ class Problem:
     q: torch.Tensor
     """(b, s_q, h, d_qk): latent part, then RoPE."""
     kv_cache: torch.Tensor
-    """(pages, page_size, d_qk)."""
+    """(pages, page_size, d_qk), or rows of bytes if it is quantised."""
     block_table: torch.Tensor
     """(b, pages of a request) int32."""
     cache_seqlens: torch.Tensor
     """(b,) int32."""
     softmax_scale: float
     d_v: int
+    tensor_scale: torch.Tensor | None = None
+    """(1,) float32, of a quantised cache whose format has one."""
 
     @property
     def d_qk(self) -> int:
-        """Width of q and of the cache."""
+        """Width of q, and of a cache of elements."""
         return self.q.shape[3]
 
     @property
@@ -146,7 +148,13 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' | '.join(lines[:2])}"[:300]
 
 
+def _wrong_rows(problem: Problem) -> str | None:
+    return "reads no quantised rows" if problem.kv_cache.dtype == torch.uint8 else None
+
+
 def _wrong_dimensions(problem: Problem, dtypes: Sequence[torch.dtype], page_size: int | None = None) -> str | None:
+    if reason := _wrong_rows(problem):
+        return reason
     if (problem.d_qk, problem.d_v) != (_LATENT + _ROPE, _LATENT):
         return f"takes ({_LATENT + _ROPE}, {_LATENT}) only, not ({problem.d_qk}, {problem.d_v})"
     if problem.q.dtype not in dtypes:
@@ -329,7 +337,7 @@ class _Triton(Peer[Problem]):
 
     def refuses(self, problem: Problem) -> str | None:
         """Nearly nothing."""
-        return None if problem.q.dtype == torch.bfloat16 else "takes bfloat16 only"
+        return _wrong_rows(problem) or (None if problem.q.dtype == torch.bfloat16 else "takes bfloat16 only")
 
     def _note(self, problem: Problem) -> str:
         return "query tokens as requests: reads the cache once for each" if problem.case.s_q > 1 else ""
@@ -449,6 +457,8 @@ class Torch(Peer[Problem]):
 
     def refuses(self, problem: Problem) -> str | None:
         """Small problems only."""
+        if reason := _wrong_rows(problem):
+            return reason
         tokens = problem.case.tokens
         return None if tokens <= self.MAX_TOKENS else f"only up to {self.MAX_TOKENS:,} tokens, not {tokens:,}"
 

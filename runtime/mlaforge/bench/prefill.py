@@ -69,7 +69,7 @@ class PrefillProblem:
 
 def make_prefill(manifest: Manifest, case: PrefillCase, device: torch.device, seed: int) -> PrefillProblem:
     """Draw q, k and v, normal."""
-    model, dtype = manifest.model, DTYPES[manifest.cache.dtype]
+    model, dtype = manifest.model, DTYPES[manifest.element]
     d_qk = int(model["qk_nope_head_dim"]) + int(model["qk_rope_head_dim"])
     torch.manual_seed(seed)
     q, k, v = (

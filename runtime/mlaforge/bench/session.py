@@ -143,6 +143,7 @@ class Session:
                 "name": manifest.name,
                 "d_qk": manifest.d_qk,
                 "d_v": manifest.d_v,
+                "row_bytes": manifest.cache.row_bytes,
                 "dtype": manifest.cache.dtype,
                 "page_size": manifest.cache.page_size,
             },
@@ -270,7 +271,7 @@ class Session:
     def _ceilings(self, machine: Machine) -> None:
         """Time the matrix product, and for decode the read stream over each case's cache and over 4 GiB."""
         cases = [case for suite in self.options.suites for case in suite.cases]
-        caches = {2 * case.tokens * self.mla.manifest.d_qk for case in cases}
+        caches = {case.tokens * self.mla.manifest.cache.row_bytes for case in cases}
         sizes = (*sorted(caches), _BIG_STREAM) if caches else ()
         data = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=machine.device)
         data.view(torch.int32).random_()
@@ -425,7 +426,7 @@ class Session:
             entry["kernels"][name] |= {
                 "us": dataclasses.asdict(stats),
                 "TFLOPs": case.flops(manifest.d_qk, manifest.d_v) / stats.median / 1e6,
-                "GBps": case.bytes(manifest.d_qk, manifest.d_v) / stats.median / 1e3,
+                "GBps": case.bytes(manifest.d_qk, manifest.d_v, manifest.cache.row_bytes) / stats.median / 1e3,
             }
         for name, times in samples_anew.items():
             entry["kernels"][name]["us_anew"] = dataclasses.asdict(Stats.of(times))
@@ -460,7 +461,7 @@ class Session:
             entry["kernels"][name] |= {
                 **_sustained_json(held),
                 "TFLOPs": case.flops(manifest.d_qk, manifest.d_v) / held.us / 1e6,
-                "GBps": case.bytes(manifest.d_qk, manifest.d_v) / held.us / 1e3,
+                "GBps": case.bytes(manifest.d_qk, manifest.d_v, manifest.cache.row_bytes) / held.us / 1e3,
                 "nJ_per_token": None if joules is None else 1e9 * joules / case.tokens,
             }
 
@@ -492,7 +493,7 @@ class Session:
         ceilings = self.result["ceilings"]
         if ceilings and mode == "burst":
             manifest = self.mla.manifest
-            size = 2 * case.tokens * manifest.d_qk
+            size = case.tokens * manifest.cache.row_bytes
             stream = min(ceilings["read_stream"], key=lambda each: abs(each["bytes"] - size))["GBps"]
             made["of_read_stream"] = kernels[OURS]["GBps"] / stream
             made["of_gemm"] = kernels[OURS]["TFLOPs"] / ceilings["gemm"]["TFLOPs"]

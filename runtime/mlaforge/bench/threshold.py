@@ -25,15 +25,14 @@ import torch
 
 from mlaforge import __version__
 from mlaforge.api import MLA
-from mlaforge.arguments import DTYPES
 from mlaforge.attention import MLAAttention
 from mlaforge.attention_batch import AttentionBatch
 from mlaforge.attention_config import AttentionConfig
 from mlaforge.bench.cases import Stats
+from mlaforge.bench.inputs import random_pages
 from mlaforge.bench.peers import one_line
 from mlaforge.bench.session import BenchError, Save, is_fatal, time_in_turn
 from mlaforge.bench.timing import Device, Timed
-from mlaforge.manifest import Manifest
 
 FORMAT = 1
 
@@ -217,10 +216,11 @@ class ThresholdTuning:
         manifest, points = self._layer.mla.manifest, self.options.points
         page = manifest.cache.page_size
         pages = max(point.b * -(-(point.context + point.tokens) // page) for point in points)
-        cache, order = _make_cache(manifest, self.device.device, pages)
+        cache, scale = random_pages(manifest, self.device.device, pages, 1.0)
+        order = torch.randperm(pages, device=self.device.device).int()
         for point in points:
             self._advance(str(point))
-            self._point(point, cache, order)
+            self._point(point, cache, order, scale)
             self.device.clear()
             self._keep()
 
@@ -239,10 +239,10 @@ class ThresholdTuning:
             result["found"], result["why"] = found, explain(points, found)
         self._save(result)
 
-    def _point(self, point: Point, cache: torch.Tensor, order: torch.Tensor) -> None:
+    def _point(self, point: Point, cache: torch.Tensor, order: torch.Tensor, scale: torch.Tensor | None) -> None:
         begun = time.perf_counter()
         try:
-            calls = self._prepare(point, cache, order)
+            calls = self._prepare(point, cache, order, scale)
         except Exception as error:
             if is_fatal(error):
                 raise BenchError(f"{point}: {one_line(error)}") from error
@@ -282,20 +282,22 @@ class ThresholdTuning:
         absorbed, decompressed = stats[ABSORBED].median, stats[DECOMPRESSED].median
         self._report(f"{point}: absorbed {absorbed:,.1f} us, decompressed {decompressed:,.1f} us")
 
-    def _prepare(self, point: Point, cache: torch.Tensor, order: torch.Tensor) -> dict[str, Timed]:
+    def _prepare(
+        self, point: Point, cache: torch.Tensor, order: torch.Tensor, scale: torch.Tensor | None
+    ) -> dict[str, Timed]:
         layer, (b, n, context) = self._layer, dataclasses.astuple(point)
         columns = -(-(context + n) // cache.shape[1])
         table = order[: b * columns].view(b, columns)
         torch.manual_seed(self.options.seed + 1)
         shape = (b * n, layer.num_heads, layer.config.qk_head_dim)
-        q = torch.randn(shape, device=cache.device).to(cache.dtype)
+        q = torch.randn(shape, device=cache.device).to(layer.dtype)
         # The ways, by the threshold that has all requests go them.
         calls = {}
         for name, threshold in ((ABSORBED, n), (DECOMPRESSED, 0)):
             batch = AttentionBatch.make(
                 layer.mla, [n] * b, [context] * b, table, prefill_absorption_threshold=threshold
             )
-            calls[name] = self.device.prepare(functools.partial(layer.attend, q, cache, batch))
+            calls[name] = self.device.prepare(functools.partial(layer.attend, q, cache, batch, tensor_scale=scale))
         return calls
 
     def _difference(self, calls: Mapping[str, Timed]) -> float:
@@ -307,14 +309,6 @@ class ThresholdTuning:
     def _fail(self, point: Point, reason: str) -> None:
         self.result["failed"].append({**dataclasses.asdict(point), "reason": reason})
         self._report(f"{point}: {reason}")
-
-
-def _make_cache(manifest: Manifest, device: torch.device, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give a cache of normalised latents, (pages, page_size, d_qk), and its pages in random order, int32."""
-    cache = torch.empty(
-        (pages, manifest.cache.page_size, manifest.d_qk), dtype=DTYPES[manifest.cache.dtype], device=device
-    )
-    return cache.normal_(), torch.randperm(pages, device=device).int()
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> float:

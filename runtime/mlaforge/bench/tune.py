@@ -257,7 +257,7 @@ class Tuning:
                 kernels[label] = {
                     "us": dataclasses.asdict(stats),
                     "TFLOPs": case.flops(manifest.d_qk, manifest.d_v) / stats.median / 1e6,
-                    "GBps": case.bytes(manifest.d_qk, manifest.d_v) / stats.median / 1e3,
+                    "GBps": case.bytes(manifest.d_qk, manifest.d_v, manifest.cache.row_bytes) / stats.median / 1e3,
                 }
         if not kernels:
             return

@@ -229,7 +229,12 @@ class Simulator:
         if any(not 1 <= n <= 256 for n in shape.box) or 2 * shape.box[0] % 16 or 2 * shape.box[0] > 128:
             raise ValueError(f"tensor map: box {shape.box} must be 1 to 256, its rows multiples of 16 B up to 128 B")
         tensor_map = _TensorMap(
-            address, tuple(shape.dims), tuple(strides), tuple(shape.box), element_bytes=2, swizzle_bytes=128
+            address,
+            tuple(shape.dims),
+            tuple(strides),
+            tuple(shape.box),
+            element_bytes=2,
+            swizzle_bytes=shape.swizzle_bytes,
         )
         return bytes(tensor_map)
 

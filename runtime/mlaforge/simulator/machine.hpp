@@ -440,6 +440,8 @@ class Machine {
 
   // Flags a word of shared memory into which the running thread's warp wrote marks.
   void flag_marked(std::uint32_t address) { home().marked[(address - kSharedBase) / 4] = 1; }
+  // Takes the flag from a word whose first bytes a copy has written: what others it brings may set it again.
+  void unflag_marked(Block& to, std::uint32_t address) { to.marked[(address - kSharedBase) / 4] = 0; }
 
   // The mark that a register holds, as a float32 or as an element; kNoMark if what it holds is defined.
   Mark mark_of(float x) const {

@@ -99,6 +99,7 @@ namespace mlaforge {
 struct Bf16 {};
 struct Fp16 {};
 struct E4m3 {};
+struct E2m1 {};
 
 namespace sim {
 
@@ -141,6 +142,17 @@ inline float widen(E4m3, std::uint8_t u) {
   return u & 0x80 ? -x : x;
 }
 
+inline std::uint8_t round_to(E4m3, float x) {
+  if (x != x) return 0x7f;
+  const float size = std::fmin(std::fabs(x), 448.f);
+  std::uint32_t u;
+  std::memcpy(&u, &size, 4);
+  // Below the normal numbers the steps are 2^-9; above, three bits of mantissa are left.
+  const auto code = size < 0x1p-6f ? static_cast<std::uint32_t>(std::nearbyint(size * 0x1p9f))
+                                   : ((u + 0x7ffff + (u >> 20 & 1)) >> 20) - (120 << 3);
+  return static_cast<std::uint8_t>(code | (std::signbit(x) ? 0x80 : 0));
+}
+
 // How an element is stored.
 template <class Element>
 struct BitsOf {
@@ -180,6 +192,69 @@ float unpack_high(uint32_t x) {
   return sim::unpack<Element>(static_cast<std::uint16_t>(x >> 16));
 }
 
+template <class Element>
+uint32_t pack4(float x0, float x1, float x2, float x3) {
+  uint32_t r = 0;
+  for (const float x : {x3, x2, x1, x0}) r = r << 8 | sim::round_to(Element{}, x);
+  return r;
+}
+template <class Element>
+void unpack4(uint32_t x, float (&v)[4]) {
+  for (int i = 0; i < 4; ++i) v[i] = sim::widen(Element{}, static_cast<std::uint8_t>(x >> 8 * i));
+}
+
+namespace sim {
+
+// Two fp16 of codes in a register; marks stay what they are. One NaN may look like one by chance, though not both halves.
+template <class Value>
+uint32_t widened(uint32_t codes, Value value) {
+  const auto half = static_cast<std::uint16_t>(codes);
+  const Mark mark = half == codes >> 16 ? machine->mark_of(half) : kNoMark;
+  if (mark != kNoMark) return machine->as_element(mark) * 0x10001u;
+  return pack2<Fp16>(value(0), value(1));
+}
+
+}  // namespace sim
+
+template <class Element>
+uint32_t widen_low(uint32_t x) {
+  return sim::widened(x, [x](int i) { return sim::widen(Element{}, static_cast<std::uint8_t>(x >> 8 * i)); });
+}
+template <class Element>
+uint32_t widen_high(uint32_t x) {
+  return sim::widened(x, [x](int i) { return sim::widen(Element{}, static_cast<std::uint8_t>(x >> (16 + 8 * i))); });
+}
+inline void widen_e2m1(uint32_t x, uint32_t (&r)[4]) {
+  constexpr float kValues[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
+  for (int pair = 0; pair < 4; ++pair) {
+    const auto value = [&](int i) {
+      // Elements 0 and 2, 4 and 6, 1 and 3, 5 and 7. All bits are numbers, so that what is undefined can't be told.
+      const uint32_t code = x >> 4 * (pair % 2 * 4 + pair / 2 + 2 * i);
+      return (code & 8 ? -kValues[code & 7] : kValues[code & 7]) / 64.f;
+    };
+    r[pair] = pack2<Fp16>(value(0), value(1));
+  }
+}
+inline uint32_t multiply2(uint32_t x, uint32_t y) {
+  return pack2<Fp16>(unpack_low<Fp16>(x) * unpack_low<Fp16>(y), unpack_high<Fp16>(x) * unpack_high<Fp16>(y));
+}
+inline uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t both = static_cast<uint64_t>(y) << 32 | x;
+  uint32_t r = 0;
+  for (int i = 0; i < 4; ++i) r |= static_cast<uint32_t>(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return r;
+}
+inline uint32_t float_bits(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return u;
+}
+inline float bits_float(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
 // ---- Math
 
 namespace sim {
@@ -194,6 +269,7 @@ inline float log2_approx(float x) { return std::log2(sim::flushed(x)); }
 inline float rsqrt_approx(float x) { return 1.f / std::sqrt(sim::flushed(x)); }
 inline float reciprocal_approx(float x) { return sim::flushed(1.f / sim::flushed(x)); }
 constexpr float kLn2 = 0.693147180559945309f;
+inline float max_nan(float x, float y) { return x != x || y != y ? x + y : std::fmax(x, y); }
 inline float infinity() { return std::numeric_limits<float>::infinity(); }
 
 // ---- Threads
@@ -318,6 +394,11 @@ inline int64_t load_global(const int64_t* p, Where where = Where::current()) {
 inline float load_global(const float* p, Where where = Where::current()) {
   float v;
   sim::load_global<float, 1>(p, &v, where);
+  return v;
+}
+inline uint32_t load_global(const unsigned char* p, Where where = Where::current()) {
+  unsigned char v;
+  sim::load_global<unsigned char, 1>(p, &v, where);
   return v;
 }
 inline void prefetch_global(const void*) {}
@@ -499,8 +580,9 @@ constexpr uint64_t kEvictNormal = 0;
 
 namespace sim {
 
-// Where the 16 bytes at `address` lie under a swizzle of 32, 64 or 128 bytes.
+// Where the 16 bytes at `address` lie under a swizzle of 32, 64 or 128 bytes, or without one.
 inline std::uint32_t swizzled(std::uint32_t address, std::uint32_t bytes) {
+  if (bytes == 0) return address;
   const std::uint32_t mask = bytes / 16 - 1;
   return address ^ (((address >> 7) & mask) << 4);
 }
@@ -565,7 +647,11 @@ inline void load_box(Block& target, const TensorMap& map, smem_t bar, smem_t dst
       if (from) {
         const bool undefined = machine->global(from, element_bytes, false, access.where, {.copies = true});
         std::memcpy(p, from, element_bytes);
-        if (undefined) machine->copy_mark(target, to, element_bytes, access, from);
+        if (undefined) {
+          machine->copy_mark(target, to, element_bytes, access, from);
+        } else if (to % 4 == 0) {
+          machine->unflag_marked(target, to);
+        }
       } else {
         std::memset(p, 0, element_bytes);
       }
