@@ -256,6 +256,18 @@ def test_a_quantised_cache_has_the_swapped_kernels(dtype: str) -> None:
     assert "registers" in choices["kernels.decode.schedule"].why
 
 
+@pytest.mark.parametrize(("page_size", "why"), [(1, "issues 64 boxes"), (16, "issues 4 boxes"), (64, "so one box")])
+def test_one_warp_brings_quantised_rows_whatever_the_pages(page_size: int, why: str) -> None:
+    tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
+    tree["cache"] = {"dtype": "fp8_e4m3", "page_size": page_size}
+    plan = make_plan(Spec.model_validate(tree))
+    for invariant in INVARIANTS:
+        invariant(plan)
+    assert {(each.tile.loaders, each.tile.gathered) for each in plan.decodes} == {(1, False)}
+    (choice,) = (each for each in plan.choices if each.field == "decode loader")
+    assert choice.value == "1 warp, TMA" and why in choice.why
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [

@@ -152,7 +152,11 @@ def reports_of(folder: Path, seeds: int = 6) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("kernel", "number"),
-    [(kernel, number) for kernel, mutations in ALL.items() for number in range(len(mutations))],
+    # By turns, so that the workers of a parallel run compile different kernels.
+    sorted(
+        ((kernel, number) for kernel, mutations in ALL.items() for number in range(len(mutations))),
+        key=lambda each: each[1],
+    ),
     ids=lambda each: str(each),
 )
 def test_every_mutation_is_caught(

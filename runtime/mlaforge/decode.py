@@ -66,7 +66,7 @@ class _Call:
     """As a divisor."""
     q_map: TensorMapShape
     kv_maps: tuple[TensorMapShape, ...]
-    """Of the cache: of the rows, and of the scales in them, if the kernel reads such; none where threads copy the tokens."""
+    """Of the cache: of the rows, and of the scales in them, if the kernel reads such; none where threads copy."""
     kv_strides: tuple[int, int]
     """From page to page and head to head, for those threads; bytes."""
 

@@ -512,7 +512,14 @@ void Machine::land_group(Fiber& fiber, const CopyGroup& last) {
       touch(block, piece.to, 16, true, access, *piece.issued);
       const bool undefined = global(piece.from, 16, false, piece.where, {.copies = true});
       std::memcpy(shared(block, piece.to, 16, piece.where), piece.from, 16);
-      if (undefined) copy_mark(block, piece.to, 16, access, piece.from);
+      for (std::uint32_t word = 0; word < 16; word += 4) {
+        const void* from = static_cast<const unsigned char*>(piece.from) + word;
+        if (undefined && global(from, 4, false, piece.where, {.copies = true})) {
+          copy_mark(block, piece.to + word, 4, access, from);
+        } else {
+          unflag_marked(block, piece.to + word);
+        }
+      }
     }
     landing_ = nullptr;
     if (!group->bar) continue;
