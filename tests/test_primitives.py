@@ -1410,6 +1410,15 @@ COPY_FAULTS = (
         always=True,
     ),
     Fault(
+        "a thread's copy of what nobody has written",
+        "copy_async.cu",
+        run_copy_async,
+        "copy_async_16(mine, in + 4 * t);",
+        "copy_async_16(mine, own + 4 * t);",
+        "this load reads .* copies uninitialised bytes of tensor 4",
+        always=True,
+    ),
+    Fault(
         "a thread's copy off 16 bytes",
         "copy_async.cu",
         run_copy_async,
