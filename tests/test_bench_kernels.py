@@ -181,8 +181,24 @@ def test_bytes_are_what_is_read_and_written() -> None:
     assert sizes["append_rotated"] == 640 * (2 * row + 8 + 8) + 512 * 2 + 8192 * 64 * 4
     assert sizes["merge_latent"] == 3 * 640 * HEADS * (512 * 2 + 4)
     assert sizes["merge_value"] == 3 * 640 * HEADS * (128 * 2 + 4)
+
+
+def test_the_copy_is_a_kernel_and_copies() -> None:
+    """Torch's `copy_` is a memcpy on a GPU, which is no yardstick as a node of a graph."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    called: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
     run, moved = copy_call(1001, CPU)
-    assert moved == 1000 and run().numel() == 250
+    with Watch():
+        made = run()
+    assert moved == 1000 == 2 * made.numel() * made.element_size()
+    assert called == ["aten.add.out"] and made.tolist() == list(range(125))
 
 
 def test_calls_fit_the_kernels_themselves() -> None:

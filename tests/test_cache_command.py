@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,20 @@ def test_verify_finds_what_is_damaged(kept: KernelCache) -> None:
     (kept.directory / f"{'c' * 64}.cubin").unlink()
     good = run("verify")
     assert good.exit_code == 0 and "2 entries, 0.0 MiB, none damaged" in good.stdout
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_bar_shows_how_far_reading_is(kept: KernelCache, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    steps: list[str] = []
+
+    @contextlib.contextmanager
+    def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+        steps.append(f"{what}, {total}")
+        yield lambda: steps.append("one")
+
+    monkeypatch.setattr("mlaforge_generator.cli.cache.progress", progress)
+    run(command)
+    assert steps == ["reading entries, 3", "one", "one", "one"]
 
 
 @pytest.mark.parametrize("place", ["first", "last"])

@@ -67,7 +67,6 @@ def test_the_fields_names(name: str) -> None:
     spec = load_spec(find_spec(name))
     plan = make_plan(spec)
     plugin = json.loads(write_plugin(plan))["mla_plugin"]
-    stages = {"num_stages": plan.decode.tile.stages} if plan.decodes else {}
     assert plugin == {
         "name": name,
         "num_heads": spec.model.num_attention_heads,
@@ -75,7 +74,7 @@ def test_the_fields_names(name: str) -> None:
         "latent_kv_dim": spec.model.kv_lora_rank,
         "rope_dim": spec.model.qk_rope_head_dim,
         "tile_s": 64,
-        **stages,
+        "num_stages": plan.decode.tile.stages,
         "page_size": 64,
         "enable_matrix_absorption": True,
         "prefill_absorption_threshold": spec.dispatch.prefill_absorption_threshold,
@@ -88,7 +87,7 @@ def test_the_fields_names(name: str) -> None:
     assert constants["kHeadDimC"] == str(spec.model.qk_nope_head_dim)
     assert constants["kLatentKV"] == str(spec.model.kv_lora_rank)
     assert constants["kRopeDim"] == str(spec.model.qk_rope_head_dim)
-    assert constants["kTileS"] == "64" and constants.get("kNumStages") == (str(*stages.values()) or None)
+    assert constants["kTileS"] == "64" and constants["kNumStages"] == str(plan.decode.tile.stages)
     assert constants["kPrefillThresh"] == str(spec.dispatch.prefill_absorption_threshold)
 
 

@@ -48,6 +48,7 @@ PROBLEMS = (
     Problem(lengths=(1300,), h_q=3, table_extra_columns=3),
     Problem(lengths=(460, 70), h_q=16),
     Problem(lengths=(2, 130, 0), s_q=4, h_q=4, causal=True),
+    Problem(lengths=(400, 130, 200, 300), h_q=16, q_gain=32, softmax_scale=1.0),  # references rise in late tiles, too
     Problem(lengths=(400, 130), h_q=5, softmax_scale=150.0),
     Problem(lengths=(0, 64, 0, 200, 1), h_q=15),
     Problem(lengths=(500, 90), h_q=10, s_q=3, q_gain=8, softmax_scale=0.3),
@@ -199,7 +200,9 @@ def test_arguments() -> None:
     with pytest.raises(ValueError, match=r"kv_cache has shape .* rows of fp8_e4m3"):
         mla.decode(call[0], call[1][..., :512], *call[2:], tensor_scale=inputs.tensor_scale)
     odd = torch.zeros(2, 64, 1, 584, dtype=torch.uint8)[..., :576]
-    with pytest.raises(ValueError, match="kv_cache has a stride of 584 B in dimension 1; TMA needs a multiple of 16 B"):
+    with pytest.raises(
+        ValueError, match="kv_cache has a stride of 584 B in dimension 1; it must be a multiple of 16 B"
+    ):
         mla.decode(call[0], odd, *call[2:], tensor_scale=inputs.tensor_scale)
     with pytest.raises(ValueError, match=r"q has dtype torch.float16; it must be torch.bfloat16"):
         mla.decode(call[0].half(), *call[1:], tensor_scale=inputs.tensor_scale)

@@ -135,6 +135,7 @@ def test_an_entry_is_an_identifier(folder: Path, path: tuple[str | int, ...], en
         (("target",), "sm_90a -I/etc"),
         (("target",), "compute_90a"),
         (("target",), None),
+        (("decode",), None),
         (("decode", "parameters", 0, "name"), "a; b"),
         (("decode", "parameters", 0, "ctype"), "int*) { }"),
         (("decode", "threads"), "384; x"),

@@ -54,7 +54,6 @@ class Manifest:
     cache: Cache = field(default_factory=Cache)
     kernels: dict[str, object] = field(default_factory=dict)
     """Beside decode: none."""
-    decodes: tuple[str, ...] = ("decode",)
 
     @property
     def element(self) -> str:

@@ -85,16 +85,12 @@ constexpr float kSlack = 8.f;
 
 using Policy = SchedulePolicy<kTokens, 5, 1, 1>;
 
-// Behind how the requests are cut: how many of the last tokens of a request no row of the tile sees.
-constexpr int kOffsetHidden = kOffsetSchedule + Schedule<Policy>::kBytes;
-
 // Addresses from the base of shared memory: of buffers, and of the mbarriers.
 MLAFORGE_DEVICE smem_t tile_at(smem_t base, int stage) { return base + kOffsetTiles + stage * (kSubtilesV * kSubtileBytes); }
 MLAFORGE_DEVICE smem_t rope_at(smem_t base, int stage) { return base + kOffsetRope + stage * (kSubtilesRope * kSubtileBytes); }
 MLAFORGE_DEVICE smem_t p_at(smem_t base, int stage) { return base + kOffsetP - stage * kProbabilityBytes; }
 MLAFORGE_DEVICE smem_t factors_at(smem_t base, int stage) { return base + kOffsetFactors + stage * (4 * kRows); }
 MLAFORGE_DEVICE int stage_before(int stage) { return stage > 0 ? stage - 1 : kStages - 1; }
-MLAFORGE_DEVICE smem_t item_at(smem_t base, int stage) { return base + kOffsetItems + stage * 32; }
 MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 230080 + 8 * i; }  // 3: a tile, of K or of Q, has landed
 MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 230104 + 8 * i; }  // 3: the 8 warps that multiply with it have read it
 MLAFORGE_DEVICE smem_t rope_full(smem_t base, int i) { return base + 230128 + 8 * i; }  // 2: a tile's columns behind V have landed
@@ -108,6 +104,11 @@ MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 230240 + 8
 MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 230272 + 8 * i; }  // 1: partial results that the part merges have landed
 
 // ---- Work --------------------------------------------------------------------------------------------------------
+
+// Behind how the requests are cut: how many of the last tokens of a request no row of the tile sees.
+constexpr int kOffsetHidden = kOffsetSchedule + Schedule<Policy>::kBytes;
+
+MLAFORGE_DEVICE smem_t item_at(smem_t base, int stage) { return base + kOffsetItems + stage * 32; }
 
 // What a role needs to know of an item before its tiles, and what behind them: both stand in shared memory.
 struct Item {
@@ -168,7 +169,6 @@ MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk) {
   store_shared_v4(item_at(base, ring.stage()), words);
   mbarrier_arrive(item_full(base, ring.stage()));
 }
-
 // ---- Loaders -----------------------------------------------------------------------------------------------------
 
 // Q first, as a tile of its own, then the tiles of K: of both the columns of V.

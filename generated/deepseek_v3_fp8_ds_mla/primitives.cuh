@@ -135,11 +135,16 @@ MLAFORGE_DEVICE uint32_t widen_high<E4m3>(uint32_t x) {
   return r;
 }
 
-// Eight e2m1, the first in the lowest bits, as fp16 of a 64th of their value: elements 0 and 2, 4 and 6, 1 and 3, 5 and 7.
-MLAFORGE_DEVICE void widen_e2m1(uint32_t x, uint32_t (&r)[4]) {
+// Eight e2m1, the first in the lowest bits, as e4m3 of a 64th of their value: elements 0, 2, 4, 6 and 1, 3, 5, 7.
+MLAFORGE_DEVICE void spread_e2m1(uint32_t x, uint32_t& even, uint32_t& odd) {
   // Sign, exponent and mantissa where e4m3 has them, whose exponent means 2^6 less.
-  const uint32_t even = (x << 4 & 0x80808080u) | (x << 2 & 0x1c1c1c1cu);
-  const uint32_t odd = (x & 0x80808080u) | (x >> 2 & 0x1c1c1c1cu);
+  even = (x << 4 & 0x80808080u) | (x << 2 & 0x1c1c1c1cu);
+  odd = (x & 0x80808080u) | (x >> 2 & 0x1c1c1c1cu);
+}
+// The same as fp16: elements 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+MLAFORGE_DEVICE void widen_e2m1(uint32_t x, uint32_t (&r)[4]) {
+  uint32_t even, odd;
+  spread_e2m1(x, even, odd);
   r[0] = widen_low<E4m3>(even);
   r[1] = widen_high<E4m3>(even);
   r[2] = widen_low<E4m3>(odd);
@@ -288,6 +293,10 @@ MLAFORGE_DEVICE int32_t load_shared_s32(smem_t a) {
 MLAFORGE_DEVICE void store_shared_s32(smem_t a, int32_t v) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
 }
+// Two words; `a` is a multiple of 8.
+MLAFORGE_DEVICE void load_shared_v2(smem_t a, float (&v)[2]) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(a) : "memory");
+}
 // Four words; `a` is a multiple of 16.
 MLAFORGE_DEVICE void load_shared_v4(smem_t a, int32_t (&v)[4]) {
   asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
@@ -352,6 +361,10 @@ MLAFORGE_DEVICE void store_global(int32_t* p, int32_t v) {
 }
 MLAFORGE_DEVICE void store_global(float* p, float v) {
   asm volatile("st.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
+}
+// Two elements of 16 bits.
+MLAFORGE_DEVICE void store_global(void* p, uint32_t x) {
+  asm volatile("st.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 // `Offset` bytes behind p: of many stores, each would otherwise get an addition of its own.
 template <int Offset>

@@ -4,16 +4,19 @@
 //
 //   out[b, s, h, :] = softmax(scale * q[b, s, h, :] . K[b]^T) V[b],   V[b] = the first kHeadDimV columns of K[b]
 //
-// A block holds 32 rows (query tokens x heads) of one request and walks its cached tokens 64 at a time.
-//   warpgroups 0, 1 4 warps each: of every other tile codes to fp16, S^T = K Q^T, softmax, O^T += V^T P^T
+// A block holds 64 rows (query tokens x heads) of one request and walks its cached tokens 64 at a time.
+//   warpgroups 0, 1 4 warps each: of every other tile S^T = K Q^T and softmax; of all tiles O^T += V^T P^T, half its rows
 //   tile loader     1 warp:       TMA of the pages of K, line by line, and of their scales
 //   query loader    1 warp:       TMA of Q
+//   walker          1 thread:     the part's requests, ahead of the others
 //
-// As the kernel for a cache of elements, but what a token's row holds comes as it lies there, in lines of 128 bytes. What
-// such a kernel waits for is shared memory, which the products with few rows read at its full rate: so nothing is
-// dequantised there and back. A warp takes the codes of its 16 tokens to registers, widens them to fp16, which is exact,
-// multiplies them with Q from there, and stores them once, as V. What is the same for all of a token's columns is left
-// out: scores and probabilities are multiplied with it.
+// As the kernel for a cache of elements, but what a token's row holds comes as it lies there, in lines of 128 bytes, and
+// nothing is dequantised to shared memory and back. A warp takes codes to registers, widens them to fp16, which is exact,
+// and multiplies them from there: for the scores those of its 16 tokens, once more and transposed for V those of its
+// columns. What is the same for all of a token's columns is left out: scores and probabilities are multiplied with it.
+//
+// A row's reference, what its exponentials are relative to, goes from tile to tile, and so from one warpgroup to the other:
+// it lies in shared memory beside P.
 
 #include "primitives.cuh"
 #include "schedule.cuh"
@@ -32,7 +35,7 @@ struct Config {
   using Element = Bf16;  // of q and out
   static constexpr int kHeadDimV = 512;  // model.kv_lora_rank
   static constexpr int kPageSize = 64;  // cache.page_size, tokens
-  static constexpr int kRows = 32;  // kernels.decode.tile_rows
+  static constexpr int kRows = 64;  // kernels.decode.tile_rows
   static constexpr int kTokens = 64;  // kernels.decode.tile_tokens
   static constexpr int kBoxTokens = 64;  // tokens that one TMA brings: a page, or a tile's worth of it
   static constexpr int kSubtiles = 9;  // a row of Q in pieces of 64 columns, one swizzled 128-byte line each
@@ -42,80 +45,92 @@ constexpr int kRows = Config::kRows;
 constexpr int kTokens = Config::kTokens;
 static_assert(kTokens == 64, "M of a WGMMA");
 constexpr int kSubtiles = Config::kSubtiles;
-constexpr int kSubtilesV = Config::kHeadDimV / 64;
-constexpr int kHalfV = kSubtilesV / 2;  // subtiles of O that a warpgroup stores
+constexpr int kUnits = Config::kHeadDimV / 128;  // of 16 columns of V, that a warp takes along M
 
 // ---- nvfp4: a token's row, 416 bytes -------------------------------------------------------------------
 using Code = E2m1;
 constexpr int kCodeColumns = 512;  // in codes: the latent, and what else is
 constexpr int kCodeSubtiles = (kCodeColumns + 63) / 64;
 constexpr int kCodeLines = 2;  // of 128 bytes, from the beginning of the row
+constexpr int kValueLines = (Config::kHeadDimV / 64 + Operand<Code>::kSubtilesPerLine - 1) / Operand<Code>::kSubtilesPerLine;
 constexpr int kRopeLines = 1;  // of bf16
 constexpr int kRopeColumn = 128;  // where they begin, in pairs of bytes, the elements of the tensor maps
 constexpr int kLines = kCodeLines + kRopeLines;
 constexpr int kScaleColumn = 192;
 constexpr int kScaleBytes = 32;  // of a token, padding included
-// O of 32 rows leaves registers for one subtile of K and one sum of products.
-constexpr int kOperands = kRows <= 16 ? 2 : 1;  // subtiles of K in a warpgroup's registers
-constexpr int kSums = 1;  // of products with codes
-constexpr bool kApart = kRows <= 16;  // a sum for the products with codes and one for the others
-constexpr int kRing = 5;  // lines of 64 tokens in shared memory
-constexpr int kScaleStages = 3;  // tiles' scales
+constexpr int kOperands = 2;  // in a warpgroup's registers, of two products each
+constexpr int kSteps = (kCodeColumns + 31) / 32;  // that scores take, with two products each
+static_assert((kUnits + 1) / 2 * (kTokens / 16) % kOperands == 0, "operands take turns, from the first again in every tile");
+constexpr bool kApart = kRows <= 32;  // sums of the products with codes and of the others, where there are registers
+constexpr int kItems = 4;  // of work, known ahead
+constexpr int kRing = 15;  // lines of 64 tokens in shared memory
+static_assert(kRing >= 2 * kLines, "a tile is multiplied with P beside the scores of the next");
+constexpr int kScaleStages = 4;  // tiles' scales
 constexpr int kScaleBoxBytes = 2048;  // from the scales of one copy's tokens to the next copy's
 
-// ---- Shared memory, bytes from the base (227176 of 232448) ---------------------------------------
-constexpr int kOffsetQ = 0;  // 36864: 32 rows x 9 subtiles; half of O when an item ends
-constexpr int kOffsetV = 36864;  // 131072: 64 tokens as fp16, a warpgroup
-constexpr int kOffsetK = 167936;  // 40960: 5 lines of 64 tokens as they are in the cache
-constexpr int kOffsetP = 208896;  // 8192: probabilities, 32 x 64 a warpgroup
-constexpr int kOffsetScales = 217088;  // 6144: of 3 tiles
-constexpr int kOffsetMaxima = 223232;  // 1024: float32, of each warp, a warpgroup
-constexpr int kOffsetStatistics = 224256;  // 2560: sums of each warp, reference; a warpgroup, by turns
-constexpr int kOffsetUnits = 226816;  // 128: float32 that a row of Q was divided by
-constexpr int kOffsetSchedule = 226944;  // 32: how the requests are cut
-constexpr int kOffsetSplits = 226976;  // 32: requests that the part shares with others
-constexpr int kOffsetBarriers = 227008;  // 168: mbarriers, in the order of the plan
-constexpr int kOffsetScratch = 208896;  // 152: prefix sums, extremes
+// ---- Shared memory, bytes from the base (229992 of 232448) ---------------------------------------
+constexpr int kOffsetQ = 0;  // 73728: 64 rows x 9 subtiles
+constexpr int kOffsetK = 73728;  // 122880: 15 lines of 64 tokens as they are in the cache
+constexpr int kOffsetP = 196608;  // 16384: probabilities, 64 x 64 a warpgroup
+constexpr int kOffsetScales = 212992;  // 8192: of 4 tiles
+constexpr int kOffsetReferences = 221184;  // 768: float32 beside a P, and of rows without a token
+constexpr int kOffsetFactors = 221952;  // 512: float32 by which a row of O is scaled, beside a P
+constexpr int kOffsetMaxima = 222464;  // 2048: float32, of each warp, a warpgroup
+constexpr int kOffsetSums = 224512;  // 4096: float32, of each warp, by turns
+constexpr int kOffsetTotals = 228608;  // 512: float32 that normalise O, a warpgroup
+constexpr int kOffsetUnits = 229120;  // 256: float32 that a row of Q was divided by
+constexpr int kOffsetItems = 229376;  // 128: 4 items of work
+constexpr int kOffsetRaised = 229504;  // 16: whether a P raised references; what all codes are multiplied with
+constexpr int kOffsetSchedule = 229520;  // 32: how the requests are cut, and what the mask hides
+constexpr int kOffsetSplits = 229552;  // 32: requests that the part shares with others
+constexpr int kOffsetBarriers = 229584;  // 408: mbarriers, in the order of the plan
+constexpr int kOffsetScratch = 196608;  // 152: prefix sums, extremes
 constexpr int kLineBytes = kTokens * 128;
-constexpr int kSubtileBytes = kTokens * 128;
 constexpr int kQSubtileBytes = kRows * 128;
-constexpr int kStatisticsBytes = 5 * kRows * 4;
 static_assert(kOffsetBarriers % 8 == 0, "mbarriers are words of 8 bytes");
-static_assert(kSubtiles * kQSubtileBytes >= kHalfV * 64 * kRows * 4, "half of O in float32 passes through the room of Q");
 
 // ---- Threads -----------------------------------------------------------------------------------------------------
 constexpr int kThreads = 384;
 constexpr int kTileLoader = 8;  // warps
 constexpr int kQueryLoader = 9;
-constexpr int kLoaderRegisters = 40;
-constexpr int kConsumerRegisters = 232;
+constexpr int kWalker = 10;
+constexpr int kLoaderRegisters = 24;
+constexpr int kConsumerRegisters = 240;
 constexpr int kGroupBarrier = 1;  // 128 threads: a warpgroup among itself
-constexpr int kPairBarrier = 3;  // 256 threads: both warpgroups, joining and merging
-constexpr int kSplitsBarrier = 4;  // 288 threads: the tile loader has written what the part shares
+constexpr int kPairBarrier = 3;  // 256 threads: both warpgroups, at an item's ends and merging
 
-// How far, in powers of two, a row's scores may pass the maximum that its sums refer to before O is rescaled; and how far
-// above 1 that maximum is kept: together they use the range of fp16, so that small probabilities keep their bits.
+// How far, in powers of two, a row's scores may pass its reference before O is rescaled; and how far above 1 the
+// probability of a score at the reference is: together they use the range of fp16, so that small probabilities keep their
+// bits.
 constexpr float kSlack = 8.f;
 constexpr float kHeadroom = 7.f;
 
 using Policy = SchedulePolicy<kTokens, 5, 1, 1>;
 
-// Addresses from the base of shared memory: of buffers, and of the mbarriers.
+// Addresses from the base of shared memory: of buffers, and of the mbarriers. What belongs to a P has its number, which is
+// that of the warpgroup that fills it.
 MLAFORGE_DEVICE smem_t line_at(smem_t base, int stage) { return base + kOffsetK + stage * kLineBytes; }
-MLAFORGE_DEVICE smem_t v_at(smem_t base, int group) { return base + kOffsetV + group * (kSubtilesV * kSubtileBytes); }
-MLAFORGE_DEVICE smem_t p_at(smem_t base, int group) { return base + kOffsetP + group * (kRows * 128); }
+MLAFORGE_DEVICE smem_t p_at(smem_t base, int buffer) { return base + kOffsetP + buffer * (kRows * 128); }
+MLAFORGE_DEVICE smem_t references_at(smem_t base, int buffer) { return base + kOffsetReferences + buffer * (4 * kRows); }
+MLAFORGE_DEVICE smem_t factors_at(smem_t base, int buffer) { return base + kOffsetFactors + buffer * (4 * kRows); }
+MLAFORGE_DEVICE smem_t raised_at(smem_t base, int buffer) { return base + kOffsetRaised + 4 * buffer; }
+constexpr int kOffsetUnit = kOffsetRaised + 8;
 MLAFORGE_DEVICE smem_t maxima_at(smem_t base, int group) { return base + kOffsetMaxima + group * (16 * kRows); }
-MLAFORGE_DEVICE smem_t statistics_at(smem_t base, int buffer, int group) {
-  return base + kOffsetStatistics + (2 * buffer + group) * kStatisticsBytes;
+MLAFORGE_DEVICE smem_t sums_at(smem_t base, int buffer, int warp) {
+  return base + kOffsetSums + (8 * buffer + warp) * (4 * kRows);
 }
-MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 227008 + 8 * i; }  // 5: a line of the tokens' rows has landed
-MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 227048 + 8 * i; }  // 5: the 4 warps of its tile's warpgroup have finished with it
-MLAFORGE_DEVICE smem_t scales_full(smem_t base, int i) { return base + 227088 + 8 * i; }  // 3: the scales of a tile have landed
-MLAFORGE_DEVICE smem_t scales_empty(smem_t base, int i) { return base + 227112 + 8 * i; }  // 3: the 4 warps of the tile's warpgroup have read them
-MLAFORGE_DEVICE smem_t scored(smem_t base, int i) { return base + 227136 + 8 * i; }  // 2: the scores of a warpgroup's tile are done
-MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 227152 + 8 * i; }  // 1: Q has landed
-MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 227160 + 8 * i; }  // 1: the item is finished with it, and with what took its place
-MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 227168 + 8 * i; }  // 1: partial results that the part merges have landed
+MLAFORGE_DEVICE smem_t totals_at(smem_t base, int group) { return base + kOffsetTotals + group * (4 * kRows); }
+constexpr int kNoReference = 2;  // the number of references without a token
+MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 229584 + 8 * i; }  // 15: a line of the tokens' rows has landed
+MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 229704 + 8 * i; }  // 15: the 8 warps have finished with it
+MLAFORGE_DEVICE smem_t scales_full(smem_t base, int i) { return base + 229824 + 8 * i; }  // 4: the scales of a tile have landed
+MLAFORGE_DEVICE smem_t scales_empty(smem_t base, int i) { return base + 229856 + 8 * i; }  // 4: the 8 warps have read them
+MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 229888 + 8 * i; }  // 2: the 4 warps of a warpgroup have stored P
+MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 229904 + 8 * i; }  // 1: Q has landed
+MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 229912 + 8 * i; }  // 1: the item is finished with it
+MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 229920 + 8 * i; }  // 4: the walker has written an item
+MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 229952 + 8 * i; }  // 4: the other roles are done with it
+MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 229984 + 8 * i; }  // 1: partial results that the part merges have landed
 MLAFORGE_DEVICE smem_t scales_at(smem_t base, int stage) {
   return base + kOffsetScales + stage * (kTokens / Config::kBoxTokens * kScaleBoxBytes);
 }
@@ -123,26 +138,89 @@ MLAFORGE_DEVICE smem_t token_scales(smem_t scales, int token) {
   return scales + token / Config::kBoxTokens * kScaleBoxBytes + token % Config::kBoxTokens * kScaleBytes;
 }
 
+// ---- Work --------------------------------------------------------------------------------------------------------
+
+// Behind how the requests are cut: how many of the last tokens of a request no row of the tile sees.
+constexpr int kOffsetHidden = kOffsetSchedule + Schedule<Policy>::kBytes;
+
+MLAFORGE_DEVICE smem_t item_at(smem_t base, int stage) { return base + kOffsetItems + stage * 32; }
+
+// What a role needs to know of an item before its tiles, and what behind them: both stand in shared memory.
+struct Item {
+  int blocks;       // tiles that this row tile needs; -1: there is no more work
+  int first_block;  // of the request
+  int kv_end;       // tokens of the request before this one are seen by some row of the tile
+};
+struct Target {
+  int request;
+  int slot;  // of the partial result; -1 when the request is not split
+};
+
+// One role's way through the items. Each of its threads arrives for itself when it has read what it needs.
+struct ItemReader {
+  Ring ring{kItems};
+
+  // The next item; false when there is none.
+  MLAFORGE_DEVICE bool next(smem_t base, Item& item) {
+    mbarrier_wait(item_full(base, ring.stage()), ring.phase());
+    int32_t words[4];
+    load_shared_v4(item_at(base, ring.stage()), words);
+    item.blocks = words[0];
+    item.first_block = words[1];
+    item.kv_end = words[2];
+    return item.blocks >= 0;
+  }
+  // Tokens of the item's request.
+  MLAFORGE_DEVICE int length(smem_t base) const { return load_shared_s32(item_at(base, ring.stage()) + 12); }
+  MLAFORGE_DEVICE Target target(smem_t base) const {
+    return {load_shared_s32(item_at(base, ring.stage()) + 16), load_shared_s32(item_at(base, ring.stage()) + 20)};
+  }
+  MLAFORGE_DEVICE void done(smem_t base) {
+    mbarrier_arrive(item_empty(base, ring.stage()));
+    ring.advance();
+  }
+};
+
+// Walks the part's requests ahead of the other roles, and leaves behind which of them it shares. By one thread.
+MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk) {
+  Ring ring{kItems};
+  clear_splits(base + kOffsetSplits);
+  WorkItem work;
+#pragma unroll 1
+  while (walk.next(work)) {
+    const int kv_end = RowTile<Config>::border(work.len, load_shared_s32(base + kOffsetHidden));
+    const int blocks = needed_end<Config>(work, kv_end) - work.block_begin;
+    mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);
+    const int32_t words[4] = {blocks > 0 ? blocks : 0, work.block_begin, kv_end, work.len};
+    store_shared_v4(item_at(base, ring.stage()), words);
+    store_shared_s32(item_at(base, ring.stage()) + 16, work.request);
+    store_shared_s32(item_at(base, ring.stage()) + 20, work.slot);
+    mbarrier_arrive(item_full(base, ring.stage()));
+    ring.advance();
+    note_split(base + kOffsetSplits, work);
+  }
+  mbarrier_wait(item_empty(base, ring.stage()), ring.phase() ^ 1);
+  const int32_t words[4] = {-1, 0, 0, 0};
+  store_shared_v4(item_at(base, ring.stage()), words);
+  mbarrier_arrive(item_full(base, ring.stage()));
+}
 // ---- Loaders -----------------------------------------------------------------------------------------------------
 
-// Walks the part's requests ahead of the others, and leaves behind which of them it shares.
-MLAFORGE_DEVICE void load_tiles(smem_t base, const KvSource& kv, const TensorMap& scales_map, const RowTile<Config>& tile,
-                                WorkWalker<Policy> walk) {
+MLAFORGE_DEVICE void load_tiles(smem_t base, const KvSource& kv, const TensorMap& scales_map, const RowTile<Config>& tile) {
   constexpr int kBoxes = kTokens / Config::kBoxTokens;
   Ring ring{kRing};
   Ring scales{kScaleStages};
-  if (lane_id() == 0) clear_splits(base + kOffsetSplits);
-  WorkItem item;
+  ItemReader reader;
+  Item item;
 #pragma unroll 1
-  while (walk.next(item)) {
-    if (lane_id() == 0) note_split(base + kOffsetSplits, item);
-    const int kv_end = tile.border(item.len, tile.hidden(kRows - 1));
-    const int end = needed_end<Config>(item, kv_end);
-    if (item.block_begin >= end) continue;
-    const int32_t* table = kv.block_table + item.request * kv.row_stride;
-    prefetch_pages<Config>(table, item.block_begin, kv_end);
+  while (reader.next(base, item)) {
+    const int32_t* table = kv.block_table + reader.target(base).request * kv.row_stride;
+    reader.done(base);
+    const int kv_end = item.kv_end;
+    const int end = item.first_block + item.blocks;
+    if (item.blocks > 0) prefetch_pages<Config>(table, item.first_block, kv_end);
 #pragma unroll 1
-    for (int block = item.block_begin; block < end; ++block) {
+    for (int block = item.first_block; block < end; ++block) {
       // Only boxes that hold a token of the tile: a table entry behind them means nothing.
       const int first = block * kTokens;
       const int boxes = kv_end - first >= kTokens ? kBoxes : (kv_end - first + Config::kBoxTokens - 1) / Config::kBoxTokens;
@@ -187,46 +265,93 @@ MLAFORGE_DEVICE void load_tiles(smem_t base, const KvSource& kv, const TensorMap
   }
 }
 
-MLAFORGE_DEVICE void load_queries(smem_t base, const TensorMap& q_map, const RowTile<Config>& tile, WorkWalker<Policy> walk) {
+MLAFORGE_DEVICE void load_queries(smem_t base, const TensorMap& q_map, const RowTile<Config>& tile) {
   Ring query{1};
-  WorkItem item;
+  ItemReader reader;
+  Item item;
 #pragma unroll 1
-  while (walk.next(item)) {
-    if (item.block_begin >= needed_end<Config>(item, tile.border(item.len, tile.hidden(kRows - 1)))) continue;
+  while (reader.next(base, item)) {
+    const int request = reader.target(base).request;
+    reader.done(base);
+    if (item.blocks == 0) continue;
     mbarrier_wait(q_empty(base, 0), query.phase() ^ 1);
-    copy_query<Config, 0, kSubtiles>(q_map, tile, item.request, q_full(base, 0), base + kOffsetQ);
+    copy_query<Config, 0, kSubtiles>(q_map, tile, request, q_full(base, 0), base + kOffsetQ);
     query.advance();
   }
 }
 
-// ---- Scales ------------------------------------------------------------------------------------------------------
+// ---- A tile's codes and scales -----------------------------------------------------------------------------------
 
-// What a thread needs of the scales of its two tokens of a tile.
+// A tile in the rings.
+struct Stage {
+  Ring lines{kRing};
+  Ring scales{kScaleStages};
+
+  MLAFORGE_DEVICE void skip_tile() {
+    lines.skip(kLines);
+    scales.advance();
+  }
+  // Line `i` of the tile.
+  MLAFORGE_DEVICE int line(int i) const {
+    const int stage = lines.stage() + i;
+    return stage < kRing ? stage : stage - kRing;
+  }
+};
+
+// The phases of what there is one of, in one register.
+struct Turns {
+  enum Which { kQuery, kOwnP, kOtherP, kSums };
+  int bits = 0;
+
+  MLAFORGE_DEVICE int of(Which which) const { return bits >> which & 1; }
+  MLAFORGE_DEVICE void advance(Which which) { bits ^= 1 << which; }
+};
+
+// The warp has finished with the tile.
+MLAFORGE_DEVICE void release_tile(smem_t base, const Stage& stage) {
+  __syncwarp();
+  if (lane_id() < kLines) mbarrier_arrive(empty(base, stage.line(lane_id())));
+  release(scales_empty(base, stage.scales.stage()));
+}
+
+// What a thread needs of the scales of its two tokens along M.
 struct TokenScales {
-  float token[2] = {1.f, 1.f};  // what a token's latent must be multiplied with, but for what all tokens share
-  int32_t blocks[2];  // scales of a subtile's columns
+  float token[2] = {1.f, 1.f};  // what a token's V must be multiplied with, but for what all tokens share
 };
 
 // `left` tokens of the tile are the request's. Of the others nothing is known: their scale is 0.
-MLAFORGE_DEVICE void load_scales(smem_t scales, int left, int subtile, TokenScales& s) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int token = accumulator_row(i);
-    s.blocks[i] = token < left ? load_shared_s32(token_scales(scales, token) + 4 * subtile) : 0;
+MLAFORGE_DEVICE int32_t load_scales(smem_t scales, int left, int i, int subtile) {
+  const int token = accumulator_row(i);
+  return token < left ? load_shared_s32(token_scales(scales, token) + 4 * subtile) : 0;
+}
+
+// In the last block of a request what lies behind its tokens may be anything: the codes of V there become zeros, and so do
+// their scales. A warp does its 16 tokens, which no other reads before P is filled.
+MLAFORGE_DEVICE void clear_behind(smem_t base, const Stage& stage, int left) {
+  __syncwarp();
+#pragma unroll 1
+  for (int i = lane_id(); i < 128; i += 32) {
+    const int token = 16 * group_warp() + i / 8;
+    if (token < left) continue;
+#pragma unroll 1
+    for (int line = 0; line < kValueLines; ++line) {
+      store_shared_zero16(line_at(base, stage.line(line)) + token * 128 + i % 8 * 16);
+    }
+    const smem_t scales = token_scales(scales_at(base, stage.scales.stage()), token);
+    for (int at = i % 8 * 16; at < kScaleBytes; at += 128) store_shared_zero16(scales + at);
   }
 }
 
-// ---- Products ----------------------------------------------------------------------------------------------------
+// ---- Scores ------------------------------------------------------------------------------------------------------
 
-// Codes to fp16: S^T = K Q^T of the tile whose lines begin at `lines`, and V.
-MLAFORGE_DEVICE void issue_codes(smem_t base, int group, Ring& lines, Ring scales, int left, TokenScales& of,
-                                 uint32_t (&a)[kOperands][16], float (&sums)[kSums][kRows / 2]) {
+// S^T = K Q^T in codes.
+MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int left, uint32_t (&a)[kOperands][8],
+                                 float (&s)[kRows / 2]) {
   using Operand = Operand<Code>;
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
-  mbarrier_wait(scales_full(base, scales.stage()), scales.phase());
-  const smem_t scales_of = scales_at(base, scales.stage());
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) wgmma_fence_operand(sums[i]);
+  mbarrier_wait(scales_full(base, stage.scales.stage()), stage.scales.phase());
+  const smem_t scales = scales_at(base, stage.scales.stage());
+  Ring lines = stage.lines;
 #pragma unroll
   for (int line = 0; line < kCodeLines; ++line) {
     mbarrier_wait(full(base, lines.stage()), lines.phase());
@@ -234,49 +359,48 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, Ring& lines, Ring scale
     for (int i = 0; i < Operand::kSubtilesPerLine; ++i) {
       const int subtile = line * Operand::kSubtilesPerLine + i;
       if (subtile >= kCodeSubtiles) break;
-      uint32_t words[Operand::kWords];
-      load_codes<Code>(line_at(base, lines.stage()), i, words);
-      uint32_t(&now)[16] = a[subtile % kOperands];
-      if (subtile >= kOperands) {
+      const int32_t blocks[2] = {load_scales(scales, left, 0, subtile), load_scales(scales, left, 1, subtile)};
+      uint32_t words[4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int column = 64 * subtile + 32 * h;
+        if (column >= kCodeColumns) break;
+        if (h == 0 || Operand::kLoads == 2) load_codes<Code>(line_at(base, lines.stage()), 2 * i + h, words);
+        uint32_t(&now)[8] = a[column / 32 % kOperands];
         // The products that read these registers are done.
         wgmma_wait<kOperands - 1>();
         wgmma_fence_operand(now);
-      }
-      Operand::widen(words, now);
-      load_scales(scales_of, left, subtile, of);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
+        Operand::widen(words, h, now);
         // Two products' columns are in two blocks; this lane's are all in one of them.
-        const uint32_t selector = 0x4400 | (2 * (k / 2) + (lane_id() >> 1 & 1)) * 0x11;
-        uint32_t pair[2];
+        const uint32_t selector = 0x4400 | (2 * h + (lane_id() >> 1 & 1)) * 0x11;
+        uint32_t scale[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          pair[e] = widen_low<E4m3>(permute_bytes(static_cast<uint32_t>(of.blocks[e]), 0, selector));
+          scale[e] = widen_low<E4m3>(permute_bytes(static_cast<uint32_t>(blocks[e]), 0, selector));
         }
-        scale_operand(now, k, pair[0], pair[1]);
-      }
-      // Behind this barrier none of the warps is still reading V of the tile before.
-      if (subtile == 0) named_barrier_sync(kGroupBarrier + group, 128);
-      if (subtile < kSubtilesV) store_operand(v_at(base, group) + subtile * kSubtileBytes, now);
-      wgmma_fence_operand(now);
-      wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (64 * subtile + 16 * k >= kCodeColumns) break;
-        wgmma_rs_k<Fp16, kRows>(sums[0], now + 4 * k, wgmma_advance(q, subtile * kQSubtileBytes + 32 * k),
-                                subtile > 0 || k > 0);
+        for (int e = 0; e < 8; ++e) now[e] = multiply2(now[e], scale[e % 2]);
+        wgmma_fence_operand(now);
+        wgmma_fence_operand(s);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          if (column + 16 * k >= kCodeColumns) break;
+          wgmma_rs_k<Fp16, kRows>(s, now + 4 * k, wgmma_advance(q, subtile * kQSubtileBytes + 64 * h + 32 * k),
+                                  column > 0 || k > 0);
+        }
+        wgmma_commit();
       }
-      wgmma_commit();
     }
-    __syncwarp();
-    release(empty(base, lines.stage()));
     lines.advance();
   }
 }
 
 // What the columns behind the codes add, as they landed.
-MLAFORGE_DEVICE void issue_rope(smem_t base, Ring lines, float (&s)[kRows / 2], bool accumulate) {
+MLAFORGE_DEVICE void issue_rope(smem_t base, const Stage& stage, float (&s)[kRows / 2], bool accumulate) {
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
+  Ring lines = stage.lines;
+  lines.skip(kCodeLines);
   wgmma_fence_operand(s);
 #pragma unroll
   for (int line = 0; line < kRopeLines; ++line) {
@@ -295,263 +419,402 @@ MLAFORGE_DEVICE void issue_rope(smem_t base, Ring lines, float (&s)[kRows / 2], 
   wgmma_commit();
 }
 
+// A pair of float32 of neighbouring rows of Q that a thread holds: h counts its groups of 8 rows.
+MLAFORGE_DEVICE smem_t pair_at(smem_t rows, int h) { return rows + 4 * accumulator_column(2 * h); }
+
 // Scores of codes to those of the latent.
-MLAFORGE_DEVICE void scale_scores(smem_t base, float unit, const TokenScales& of, float (&s)[kRows / 2]) {
+MLAFORGE_DEVICE void scale_scores(smem_t base, const TokenScales& of, float (&s)[kRows / 2]) {
+  const float unit = load_shared_f32(base + kOffsetUnit);
 #pragma unroll
-  for (int j = 0; j < kRows / 4; ++j) {
-    const float row = load_shared_f32(base + kOffsetUnits + 4 * accumulator_column(j)) * unit;
+  for (int h = 0; h < kRows / 8; ++h) {
+    float row[2];
+    load_shared_v2(pair_at(base + kOffsetUnits, h), row);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) s[j / 2 * 4 + 2 * i + j % 2] *= row * of.token[i];
+    for (int e = 0; e < 4; ++e) s[4 * h + e] *= row[e % 2] * unit;
   }
 }
 
-// Codes to fp16: S^T = K Q^T of the tile whose lines begin at `lines`, and V. Gives back all lines.
-MLAFORGE_DEVICE void score_tile(smem_t base, int group, Ring& lines, Ring scales, int left, float unit, TokenScales& of,
-                                float (&s)[kRows / 2]) {
-  uint32_t a[kOperands][16];
-  float sums[kSums][kRows / 2];
-  issue_codes(base, group, lines, scales, left, of, a, sums);
-  // Both products at once where registers hold both sums.
-  float rope[kRows / 2];
-  if constexpr (kApart) issue_rope(base, lines, rope, false);
-  wgmma_wait<0>();
-#pragma unroll
-  for (int i = 0; i < kOperands; ++i) wgmma_fence_operand(a[i]);
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) wgmma_fence_operand(sums[i]);
-  const smem_t scales_of = scales_at(base, scales.stage());
-#pragma unroll
-  for (int i = 0; i < kRows / 2; ++i) s[i] = sums[0][i];
-  __syncwarp();
-  release(scales_empty(base, scales.stage()));
-  scale_scores(base, unit, of, s);
-  if constexpr (kApart) {
-    wgmma_fence_operand(rope);
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) s[i] += rope[i];
-  } else {
-    issue_rope(base, lines, s, true);
-    wgmma_wait<0>();
-    wgmma_fence_operand(s);
-  }
-#pragma unroll
-  for (int line = 0; line < kRopeLines; ++line) {
-    release(empty(base, lines.stage()));
-    lines.advance();
-  }
-}
+// ---- Values ------------------------------------------------------------------------------------------------------
 
-// O^T += V^T P^T, the columns of one subtile at a time.
-MLAFORGE_DEVICE void accumulate_values(smem_t v_tile, smem_t p_tile, float (&acc)[kSubtilesV][kRows / 2]) {
-  const uint64_t p = wgmma_descriptor(p_tile, 16, 1024);
-  const uint64_t v = wgmma_descriptor(v_tile, 16, 1024);
+// The warp's columns of 16 tokens of V, transposed, as they lie there. A pair of
+// words is of 8 tokens each.
+MLAFORGE_DEVICE void load_values(smem_t base, const Stage& stage, int k, uint32_t (&words)[Operand<Code>::kPieces<kUnits>][2]) {
+  using Operand = Operand<Code>;
+  constexpr int kPieces = Operand::kPieces<kUnits>;
+  const int lane = lane_id();
+  const int first = Operand::piece(warp_id() * kUnits);
 #pragma unroll
-  for (int c = 0; c < kSubtilesV; ++c) wgmma_fence_operand(acc[c]);
-  wgmma_fence();
-#pragma unroll
-  for (int c = 0; c < kSubtilesV; ++c) {
-#pragma unroll
-    for (int k = 0; k < kTokens / 16; ++k) {
-      wgmma_ss_mn_k<Fp16, kRows>(acc[c], wgmma_advance(v, c * kSubtileBytes + k * 2048), wgmma_advance(p, k * 32));
+  for (int i = 0; i < kPieces; i += 2) {
+    // Of an odd one out the second half of the lanes load again what the first do.
+    const int piece = first + (i + 1 < kPieces ? i + (lane >> 4) : i);
+    // But for three units a warp's pieces are in one line.
+    const int of_row = kUnits == 3 ? piece / 8 : first / 8;
+    const smem_t line = line_at(base, stage.line(of_row)) + k * 2048 + (lane >> 3 & 1) * 1024 + (lane & 7) * 128;
+    uint32_t m[4];
+    ldmatrix_x4_transposed(line + (((piece & 7) ^ (lane & 7)) << 4), m);
+    words[i][0] = m[0];
+    words[i][1] = m[1];
+    if (i + 1 < kPieces) {
+      words[i + 1][0] = m[2];
+      words[i + 1][1] = m[3];
     }
   }
-  wgmma_commit();
-  wgmma_wait<0>();
+}
+
+// The block of 16 columns that this lane's columns of a unit are in.
+MLAFORGE_DEVICE int block_of(int unit) { return 2 * Operand<Code>::piece(unit) + (lane_id() >> 4); }
+
+// Four blocks' scales, those of the unit's columns among them, of tokens 16k + 2q and the next, and of those 8 behind.
+MLAFORGE_DEVICE void load_value_scales(smem_t scales, int k, int unit, uint32_t (&words)[2][2]) {
 #pragma unroll
-  for (int c = 0; c < kSubtilesV; ++c) wgmma_fence_operand(acc[c]);
+  for (int e = 0; e < 2; ++e) {
+    const smem_t at = token_scales(scales, 16 * k + 8 * e + 2 * (lane_id() & 3)) + (block_of(unit) & ~3);
+    words[e][0] = static_cast<uint32_t>(load_shared_s32(at));
+    words[e][1] = static_cast<uint32_t>(load_shared_s32(at + kScaleBytes));
+  }
+}
+// Those of two neighbours as a pair of fp16.
+MLAFORGE_DEVICE uint32_t value_scales(const uint32_t (&words)[2], int unit) {
+  return widen_low<E4m3>(permute_bytes(words[0], words[1], (block_of(unit) & 3) * 0x11 | 0x40));
+}
+
+// O^T += V^T P^T of a tile, this warpgroup's columns of V, once its P is there; and gives the tile back. The operands take
+// turns from number `First` on.
+template <int First, Turns::Which P>
+MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Turns& turns, uint32_t (&a)[kOperands][8],
+                                float (&acc)[kUnits][kRows / 2]) {
+  using Operand = Operand<Code>;
+  constexpr int kPieces = Operand::kPieces<kUnits>;
+  const int first_unit = warp_id() * kUnits;
+  mbarrier_wait(filled(base, buffer), turns.of(P));
+  turns.advance(P);
+  if (warp_any(load_shared_s32(raised_at(base, buffer)) != 0)) {
+    wgmma_wait<0>();
+#pragma unroll
+    for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
+#pragma unroll
+    for (int h = 0; h < kRows / 8; ++h) {
+      float factor[2];
+      load_shared_v2(pair_at(factors_at(base, buffer), h), factor);
+#pragma unroll
+      for (int c = 0; c < kUnits; ++c) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[c][4 * h + e] *= factor[e % 2];
+      }
+    }
+  }
+  const uint64_t p = wgmma_descriptor(p_at(base, buffer), 16, 1024);
+#pragma unroll
+  for (int k = 0; k < kTokens / 16; ++k) {
+    uint32_t words[kPieces][2];
+    load_values(base, stage, k, words);
+    uint32_t scales[2][2];
+#pragma unroll
+    for (int pair = 0; pair < (kUnits + 1) / 2; ++pair) {
+      uint32_t(&now)[8] = a[(First + k * ((kUnits + 1) / 2) + pair) % kOperands];
+      wgmma_wait<kOperands - 1>();
+      wgmma_fence_operand(now);
+#pragma unroll
+      for (int c = 2 * pair; c < 2 * pair + 2 && c < kUnits; ++c) {
+        const int unit = first_unit + c;
+        const int at = 4 * (c % 2);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          uint32_t word;
+          if constexpr (Operand::kUnitsPerPiece == 1) {
+            word = words[c][e];
+          } else if constexpr (kUnits % 2 == 0) {
+            word = words[c / 2][e];
+          } else {
+            word = words[Operand::piece(unit) == Operand::piece(first_unit) ? 0 : kPieces - 1][e];
+          }
+          Operand::widen_pairs(word, kUnits % 2 == 0 ? c % 2 : unit % 2, now[at + 2 * e], now[at + 2 * e + 1]);
+        }
+        // The columns of a warp are under one word of scales, but for three units.
+        if (c == 0 || kUnits == 3) load_value_scales(scales_at(base, stage.scales.stage()), k, unit, scales);
+        uint32_t factor[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) factor[e] = value_scales(scales[e], unit);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) now[at + e] = multiply2(now[at + e], factor[e / 2]);
+      }
+      wgmma_fence_operand(now);
+#pragma unroll
+      for (int c = 2 * pair; c < 2 * pair + 2 && c < kUnits; ++c) wgmma_fence_operand(acc[c]);
+      wgmma_fence();
+#pragma unroll
+      for (int c = 2 * pair; c < 2 * pair + 2 && c < kUnits; ++c) {
+        wgmma_rs_k<Fp16, kRows>(acc[c], now + 4 * (c % 2), wgmma_advance(p, 32 * k), true);
+      }
+      wgmma_commit();
+    }
+  }
+  release_tile(base, stage);
+}
+
+// ---- Softmax -----------------------------------------------------------------------------------------------------
+
+// Scores, in the log2 domain, to probabilities in P, whose reference follows that of the tile before.
+MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const TokenScales& of, const float (&s)[kRows / 2],
+                          float (&sum)[kRows / 4]) {
+  const int before = tile == 0 ? kNoReference : group ^ 1;
+  const int barrier = kGroupBarrier + group;
+  // Since this warpgroup's last tile the other may have raised a reference.
+  if (tile > 1 && warp_any(load_shared_s32(raised_at(base, before)) != 0)) {
+#pragma unroll
+    for (int h = 0; h < kRows / 8; ++h) {
+      float mine[2];
+      float now[2];
+      load_shared_v2(pair_at(references_at(base, group), h), mine);
+      load_shared_v2(pair_at(references_at(base, before), h), now);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) sum[2 * h + e] *= mine[e] == now[e] ? 1.f : exp2_approx(mine[e] - now[e]);
+    }
+  }
+  // The maximum that a row refers to is of what its probabilities are with the tokens' scales.
+  float lift[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    lift[i] = -kHeadroom;
+  }
+  bool passes = false;
+#pragma unroll
+  for (int h = 0; h < kRows / 8; ++h) {
+    float reference[2];
+    load_shared_v2(pair_at(references_at(base, before), h), reference);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      passes = passes || fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]) > reference[e] + kSlack;
+    }
+  }
+  // Behind this barrier all of the warpgroup have read what is written now; and so has the other, when it filled its own P.
+  const bool raise = named_barrier_any(barrier, 128, passes);
+  const int thread = static_cast<int>(threadIdx.x) & 127;
+  if (raise) {
+#pragma unroll
+    for (int h = 0; h < kRows / 8; ++h) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float top = fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]);
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
+        if (lane_id() < 4) store_shared_f32(maxima_at(base, group) + 4 * (group_warp() * kRows + accumulator_column(2 * h + e)), top);
+      }
+    }
+    named_barrier_sync(barrier, 128);
+    if (thread < kRows) {
+      float seen = -infinity();
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) seen = fmaxf(seen, load_shared_f32(maxima_at(base, group) + 4 * (warp * kRows + thread)));
+      const float reference = load_shared_f32(references_at(base, before) + 4 * thread);
+      const bool follows = seen > reference + kSlack;
+      store_shared_f32(references_at(base, group) + 4 * thread, follows ? seen : reference);
+      store_shared_f32(factors_at(base, group) + 4 * thread, follows ? exp2_approx(reference - seen) : 1.f);
+    }
+    named_barrier_sync(barrier, 128);
+#pragma unroll
+    for (int h = 0; h < kRows / 8; ++h) {
+      float factor[2];
+      load_shared_v2(pair_at(factors_at(base, group), h), factor);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) sum[2 * h + e] *= factor[e];
+    }
+  } else if (thread < kRows) {
+    store_shared_f32(references_at(base, group) + 4 * thread, load_shared_f32(references_at(base, before) + 4 * thread));
+  }
+  if (thread == 0) store_shared_s32(raised_at(base, group), raise ? 1 : 0);
+  const smem_t references = references_at(base, raise ? group : before);
+  store_transposed<kRows>(p_at(base, group), [&](int i) {
+    // Accumulators i and i + 1 are of one token and a pair of rows.
+    float reference[2];
+    load_shared_v2(pair_at(references, i / 4), reference);
+    float p[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      // A row without a token so far: any finite reference keeps exp2(-inf - reference) = 0 instead of NaN.
+      p[e] = exp2_approx(s[i + e] - (reference[e] == -infinity() ? 0.f : reference[e]));
+      sum[i / 4 * 2 + e] += p[e];
+    }
+    return pack2<Fp16>(p[0] * of.token[i / 2 % 2], p[1] * of.token[i / 2 % 2]);
+  });
 }
 
 // ---- The end of an item ------------------------------------------------------------------------------------------
 
-// What either warpgroup has seen of the item becomes one: the factor of this one's O in the normalised sum of both, and by
-// warp 0 of the block the rows' log-sum-exp. `buffer` takes turns from item to item: the other may still be read.
-MLAFORGE_DEVICE void join_statistics(smem_t base, int buffer, int group, const RowTile<Config>& tile, const Output& o,
-                                     int request, int slot, const ColumnState<kRows>& state, float (&factor)[kRows / 4]) {
-  const smem_t mine = statistics_at(base, buffer, group);
+// What either warpgroup has seen of the item's `tiles` becomes one: the factors of O, in `totals`, and by the
+// first threads the rows' log-sum-exp. `buffer` takes turns from item to item: the other may still be read.
+MLAFORGE_DEVICE void finish_sums(smem_t base, int buffer, int group, int tiles, const RowTile<Config>& tile,
+                                 const Output& o, int request, int slot, const float (&sum)[kRows / 4]) {
 #pragma unroll
   for (int j = 0; j < kRows / 4; ++j) {
-    float sum = state.sum[j];
+    float of_warp = sum[j];
 #pragma unroll
-    for (int mask = 4; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
-    if (lane_id() >= 4) continue;
-    store_shared_f32(mine + 4 * (group_warp() * kRows + accumulator_column(j)), sum);
-    if (group_warp() == 0) store_shared_f32(mine + 4 * (4 * kRows + accumulator_column(j)), state.max[j]);
+    for (int mask = 4; mask < 32; mask *= 2) of_warp += shuffle_xor(of_warp, mask);
+    if (lane_id() < 4) store_shared_f32(sums_at(base, buffer, warp_id()) + 4 * accumulator_column(j), of_warp);
   }
   named_barrier_sync(kPairBarrier, 256);
-  // A lane has a row; every warp works out all of them.
-  const int r = lane_id() % kRows;
-  float max[2];
-  float sum[2];
+  const int r = late(static_cast<int>(threadIdx.x) & 127);
+  if (r < kRows) {
+    const float reference = load_shared_f32(references_at(base, tiles == 0 ? kNoReference : (tiles - 1) & 1) + 4 * r);
+    float total = 0.f;
 #pragma unroll
-  for (int g = 0; g < 2; ++g) {
-    const smem_t column = statistics_at(base, buffer, g) + 4 * r;
-    max[g] = load_shared_f32(column + 16 * kRows);
-    sum[g] = 0.f;
+    for (int g = 0; g < 2; ++g) {
+      if (tiles <= g) break;
+      const float of_group = load_shared_f32(references_at(base, g) + 4 * r);
+      const float weight = of_group == reference ? 1.f : exp2_approx(of_group - reference);
 #pragma unroll
-    for (int warp = 0; warp < 4; ++warp) sum[g] += load_shared_f32(column + 4 * warp * kRows);
-  }
-  const float top = fmaxf(max[0], max[1]);
-  const float reference = top == -infinity() ? 0.f : top;
-  const float weight[2] = {exp2_approx(max[0] - reference), exp2_approx(max[1] - reference)};
-  const float total = sum[0] * weight[0] + sum[1] * weight[1];
-  const float of_row = total == 0.f ? 0.f : (group == 0 ? weight[0] : weight[1]) / total;
-  if (static_cast<int>(threadIdx.x) < kRows && tile.holds(r)) {
-    const float lse = top + log2_approx(total);
-    if (slot < 0) {
-      store_global(o.lse_at(tile, request, r), total == 0.f ? infinity() : lse * kLn2);
-    } else {
-      store_global(o.partial_lse + tile.partial_row(slot, r), total == 0.f ? -infinity() : lse);
+      for (int warp = 0; warp < 4; ++warp) total += weight * load_shared_f32(sums_at(base, buffer, 4 * g + warp) + 4 * r);
+    }
+    store_shared_f32(totals_at(base, group) + 4 * r, total == 0.f ? 0.f : load_shared_f32(base + kOffsetUnit) / total);
+    if (group == 0 && tile.holds(r)) {
+      const float lse = reference + log2_approx(total);
+      if (slot < 0) {
+        store_global(o.lse_at(tile, request, r), total == 0.f ? infinity() : lse * kLn2);
+      } else {
+        store_global(o.partial_lse + tile.partial_row(slot, r), total == 0.f ? -infinity() : lse);
+      }
     }
   }
-#pragma unroll
-  for (int j = 0; j < kRows / 4; ++j) factor[j] = __shfl_sync(0xffffffffu, of_row, accumulator_column(j));
+  named_barrier_sync(kGroupBarrier + group, 128);
 }
 
-// Half of O, from subtile First on, to the room of Q or added from there: what a thread holds its twin of the other
-// warpgroup holds of the other sum, so a thread only ever touches its own words.
-template <int First>
-MLAFORGE_DEVICE void send_half(smem_t words, const float (&acc)[kSubtilesV][kRows / 2]) {
-#pragma unroll
-  for (int c = 0; c < kHalfV; ++c) {
-#pragma unroll
-    for (int i = 0; i < kRows / 2; i += 4) {
-      const float x[4] = {acc[First + c][i], acc[First + c][i + 1], acc[First + c][i + 2], acc[First + c][i + 3]};
-      store_shared_v4(words + (c * (kRows / 8) + i / 4) * 2048, x);
-    }
-  }
-}
-template <int First>
-MLAFORGE_DEVICE void receive_half(smem_t words, float (&acc)[kSubtilesV][kRows / 2]) {
-#pragma unroll
-  for (int c = 0; c < kHalfV; ++c) {
-#pragma unroll
-    for (int i = 0; i < kRows / 2; i += 4) {
-      float x[4];
-      load_shared_v4(words + (c * (kRows / 8) + i / 4) * 2048, x);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[First + c][i + e] += x[e];
-    }
+// All of acc to float32, from row and column `at` on: rows are kHeadDimV columns apart.
+template <int Index>
+MLAFORGE_DEVICE void store_partial(float* at, const float (&acc)[kUnits][kRows / 2]) {
+  if constexpr (Index < kUnits * kRows / 4) {
+    constexpr int c = Index % kUnits;
+    constexpr int r = Index / kUnits / 2 * 8 + Index / kUnits % 2;
+    constexpr int i = r / 8 * 4 + r % 8;
+    store_global_v2<4 * r * Config::kHeadDimV>(at + Operand<Code>::columns_between<kUnits>(warp_id() * kUnits, c), acc[c][i], acc[c][i + 2]);
+    store_partial<Index + 1>(at, acc);
   }
 }
 
-// The two sums become one, half of it in either warpgroup.
-MLAFORGE_DEVICE void join_values(smem_t base, int group, float (&acc)[kSubtilesV][kRows / 2]) {
-  const smem_t words = base + kOffsetQ + (static_cast<int>(threadIdx.x) & 127) * 16;
-  if (group == 1) send_half<0>(words, acc);
-  named_barrier_sync(kPairBarrier, 256);
-  if (group == 0) {
-    receive_half<0>(words, acc);
-    send_half<kHalfV>(words, acc);
+// This warpgroup's columns of O, times the rows' factors. Leaves nothing of use in acc.
+MLAFORGE_DEVICE void store_values(smem_t base, int group, const RowTile<Config>& tile, const Output& o,
+                                  int request, int slot, float (&acc)[kUnits][kRows / 2]) {
+#pragma unroll
+  for (int h = 0; h < kRows / 8; ++h) {
+    float factor[2];
+    load_shared_v2(pair_at(totals_at(base, group), h), factor);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int c = 0; c < kUnits; ++c) acc[c][4 * h + e] *= factor[e % 2];
+    }
   }
-  named_barrier_sync(kPairBarrier, 256);
-  if (group == 1) receive_half<kHalfV>(words, acc);
+  const int column = late(Operand<Code>::pair_column(warp_id() * kUnits));
+  if (slot < 0) {
+#pragma unroll
+    for (int h = 0; h < kRows / 8; ++h) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int r = late(accumulator_column(2 * h + e));
+        if (!tile.holds(r)) continue;
+        unsigned char* row = o.row_at(tile, request, r) + 2 * column;
+#pragma unroll
+        for (int c = 0; c < kUnits; ++c) {
+          store_global(row + 2 * Operand<Code>::columns_between<kUnits>(warp_id() * kUnits, c),
+                       pack2<Element>(acc[c][4 * h + e], acc[c][4 * h + 2 + e]));
+        }
+      }
+    }
+  } else {
+    // A slot has room for all rows of a tile, so nobody asks which of them there are.
+    float* at = o.partial_out + tile.partial_row(slot, late(accumulator_column(0))) * Config::kHeadDimV + column;
+    store_partial<0>(at, acc);
+  }
 }
 
 // ---- Consumers ---------------------------------------------------------------------------------------------------
 
-// One tile from its landing to its product with P; `lines` is at its first line, and behind its last in the end. `unit` is
-// what all codes are multiplied with.
-MLAFORGE_DEVICE void consume_tile(smem_t base, int group, Ring& lines, Ring scales, const RowTile<Config>& tile, int len,
-                                  int token, int first_border, int kv_end, float unit,
-                                  ColumnState<kRows>& state, float (&acc)[kSubtilesV][kRows / 2], float scale_log2) {
-  const int barrier = kGroupBarrier + group;
-  float s[kRows / 2];
-  TokenScales of;
-  score_tile(base, group, lines, scales, kv_end - token, unit, of, s);
-  release(scored(base, group));
-#pragma unroll
-  for (int i = 0; i < kRows / 2; ++i) s[i] *= scale_log2;
-  if (token + kTokens > first_border) {
-    int border[kRows / 4];
-#pragma unroll
-    for (int j = 0; j < kRows / 4; ++j) border[j] = tile.border(len, tile.hidden(late(accumulator_column(j))));
-    mask_tokens<kRows>(s, token, border);
-  }
-  // The maximum that a row refers to is of what its probabilities are with the tokens' scales.
-  float lifted[kRows / 2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float lift = -kHeadroom;
-#pragma unroll
-    for (int j = 0; j < kRows / 4; ++j) lifted[j / 2 * 4 + 2 * i + j % 2] = s[j / 2 * 4 + 2 * i + j % 2] + lift;
-  }
-  // All four warps share the rows. Behind this barrier all have stored their tokens of V, and none is still reading P of
-  // the tile before.
-  if (named_barrier_any(barrier, 128, passes_reference<kRows>(lifted, state, 1.f, kSlack))) {
-    float rescale[kRows / 4];
-    raise_reference<kRows>(lifted, state, rescale, 1.f, kSlack, maxima_at(base, group), barrier);
-#pragma unroll
-    for (int c = 0; c < kSubtilesV; ++c) scale_columns<kRows>(acc[c], rescale);
-  }
-  // In the last block of a request the rows of V behind its tokens may hold anything: they become zeros.
-  if (kv_end - token < kTokens) zero_rows<kTokens>(v_at(base, group), 0, kSubtilesV, kv_end - token);
-  store_scaled_probabilities<kRows>(p_at(base, group), s, of.token, state);
-  fence_proxy_async();
-  named_barrier_sync(barrier, 128);
-  accumulate_values(v_at(base, group), p_at(base, group), acc);
-}
-
-MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile, const Output& o, WorkWalker<Policy> walk,
-                             float scale_log2, float unit) {
-  Ring lines{kRing};
-  Ring scales{kScaleStages};
-  Ring query{1};
-  Ring turn{1};
-  int buffer = 0;
-  float acc[kSubtilesV][kRows / 2];
-  WorkItem item;
+MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile, const Output& o, float scale_log2) {
+  Stage values;  // the tile that is multiplied with P next
+  Turns turns;
+  uint32_t a[kOperands][8];
+  float acc[kUnits][kRows / 2];
+  ItemReader reader;
+  Item item;
 #pragma unroll 1
-  while (walk.next(item)) {
-    const int kv_end = tile.border(item.len, tile.hidden(kRows - 1));
-    const int first_border = tile.border(item.len, tile.hidden(0));
-    const int end = needed_end<Config>(item, kv_end);
-    ColumnState<kRows> state;
-    state.reset();
+  while (reader.next(base, item)) {
+    const int tiles = item.blocks;
+    const int first_border = tile.border(reader.length(base), tile.hidden(0));
+    float sum[kRows / 4];
 #pragma unroll
-    for (int c = 0; c < kSubtilesV; ++c) {
+    for (int j = 0; j < kRows / 4; ++j) sum[j] = 0.f;
+#pragma unroll
+    for (int c = 0; c < kUnits; ++c) {
 #pragma unroll
       for (int i = 0; i < kRows / 2; ++i) acc[c][i] = 0.f;
     }
-    const bool some = item.block_begin < end;
-    if (some) {
-      mbarrier_wait(q_full(base, 0), query.phase());
-      query.advance();
+    if (tiles > 0) {
+      mbarrier_wait(q_full(base, 0), turns.of(Turns::kQuery));
+      turns.advance(Turns::kQuery);
       convert_query<Code, kRows, kCodeColumns>(base + kOffsetQ, base + kOffsetUnits);
       fence_proxy_async();
       named_barrier_sync(kPairBarrier, 256);
     }
 #pragma unroll 1
-    for (int block = item.block_begin; block < end; ++block) {
-      if (((block - item.block_begin) & 1) == group) {
-        consume_tile(base, group, lines, scales, tile, item.len, block * kTokens, first_border, kv_end, unit, state, acc,
-                     scale_log2);
-      } else {
-        // Whoever runs more than one phase of a buffer ahead takes an old one for that it waits for: the other's tile has
-        // landed, and with it all before.
-        mbarrier_wait(scored(base, group ^ 1), turn.phase());
-        turn.advance();
-        lines.skip(kLines);
+    for (int i = group; tiles > 0; i += 2) {
+      const int token = (item.first_block + i) * kTokens;
+      float s[kRows / 2];
+      float rope[kRows / 2];
+      TokenScales of;
+      if (i < tiles) {
+        Stage scores = values;
+        if (i > 0) scores.skip_tile();
+        issue_codes(base, group, scores, item.kv_end - token, a, s);
+        if constexpr (kApart) {
+          issue_rope(base, scores, rope, false);
+        } else {
+          wgmma_wait<0>();
+          wgmma_fence_operand(s);
+          scale_scores(base, of, s);
+          issue_rope(base, scores, s, true);
+        }
       }
-      scales.advance();
-    }
-    float factor[kRows / 4];
-    join_statistics(base, buffer, group, tile, o, item.request, item.slot, state, factor);
-    buffer ^= 1;
-    if (some) {
+      // The product with P of the tile before runs beside the last of these.
+      if (i > 0 && i <= tiles) {
+        accumulate<kSteps % kOperands, Turns::kOtherP>(base, values, group ^ 1, turns, a, acc);
+        values.skip_tile();
+      }
+      if (i >= tiles) break;
+      wgmma_wait<0>();
+      wgmma_fence_operand(s);
+      if constexpr (kApart) {
+        wgmma_fence_operand(rope);
+        scale_scores(base, of, s);
 #pragma unroll
-      for (int j = 0; j < kRows / 4; ++j) factor[j] *= unit;
+        for (int e = 0; e < kRows / 2; ++e) s[e] += rope[e];
+      }
 #pragma unroll
-      for (int c = 0; c < kSubtilesV; ++c) scale_columns<kRows>(acc[c], factor);
-      join_values(base, group, acc);
+      for (int e = 0; e < kRows / 2; ++e) s[e] *= scale_log2;
+      if (token + kTokens > first_border) {
+        const int len = reader.length(base);
+        int border[kRows / 4];
+#pragma unroll
+        for (int j = 0; j < kRows / 4; ++j) border[j] = tile.border(len, tile.hidden(late(accumulator_column(j))));
+        mask_tokens<kRows>(s, token, border);
+      }
+      if (item.kv_end - token < kTokens) clear_behind(base, values, item.kv_end - token);
+      fill(base, group, i, of, s, sum);
       fence_proxy_async();
-      mbarrier_arrive(q_empty(base, 0));
+      __syncwarp();
+      release(filled(base, group));
+      accumulate<0, Turns::kOwnP>(base, values, group, turns, a, acc);
+      // The compiler does not follow products from one turn of this loop to the next.
+      wgmma_wait<0>();
+      values.skip_tile();
     }
-    const int barrier = kGroupBarrier + group;
-    if (group == 0) {
-      store_coded_columns<Code, Config, 0, kHalfV>(o, tile, item.request, item.slot, acc, p_at(base, 0), barrier);
-    } else {
-      store_coded_columns<Code, Config, kHalfV, kHalfV>(o, tile, item.request, item.slot, acc, p_at(base, 1), barrier);
-    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
+    if (tiles > 0) mbarrier_arrive(q_empty(base, 0));
+    const Target target = reader.target(base);
+    finish_sums(base, turns.of(Turns::kSums), group, tiles, tile, o, target.request, target.slot, sum);
+    turns.advance(Turns::kSums);
+    store_values(base, group, tile, o, target.request, target.slot, acc);
+    reader.done(base);
   }
 }
 
@@ -595,13 +858,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     tma_prefetch(q_map);
     tma_prefetch(kv_map);
     tma_prefetch(scales_map);
-    for (int i = 0; i < 5; ++i) mbarrier_init(full(base, i), 1);
-    for (int i = 0; i < 5; ++i) mbarrier_init(empty(base, i), 4);
-    for (int i = 0; i < 3; ++i) mbarrier_init(scales_full(base, i), 1);
-    for (int i = 0; i < 3; ++i) mbarrier_init(scales_empty(base, i), 4);
-    for (int i = 0; i < 2; ++i) mbarrier_init(scored(base, i), 4);
+    for (int i = 0; i < 15; ++i) mbarrier_init(full(base, i), 1);
+    for (int i = 0; i < 15; ++i) mbarrier_init(empty(base, i), 8);
+    for (int i = 0; i < 4; ++i) mbarrier_init(scales_full(base, i), 1);
+    for (int i = 0; i < 4; ++i) mbarrier_init(scales_empty(base, i), 8);
+    for (int i = 0; i < 2; ++i) mbarrier_init(filled(base, i), 4);
     for (int i = 0; i < 1; ++i) mbarrier_init(q_full(base, i), 1);
     for (int i = 0; i < 1; ++i) mbarrier_init(q_empty(base, i), 256);
+    for (int i = 0; i < 4; ++i) mbarrier_init(item_full(base, i), 1);
+    for (int i = 0; i < 4; ++i) mbarrier_init(item_empty(base, i), 320);
     for (int i = 0; i < 1; ++i) mbarrier_init(landed(base, i), 1);
     fence_mbarrier_init();
   }
@@ -609,29 +874,37 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   // The scratch lies in P, which is not in use yet.
   const Schedule<Policy> schedule =
       make_schedule<Policy, kThreads>(lengths, batch, part, static_cast<int>(gridDim.y), base + kOffsetScratch);
-  if (threadIdx.x == 0) schedule.store(base + kOffsetSchedule);
+  if (threadIdx.x == 0) {
+    schedule.store(base + kOffsetSchedule);
+    store_shared_s32(base + kOffsetHidden, tile.hidden(kRows - 1));
+  }
+  if (threadIdx.x < kRows) {
+    store_shared_f32(references_at(base, kNoReference) + 4 * static_cast<int>(threadIdx.x), -infinity());
+  }
   __syncthreads();
 
-  const WorkWalker<Policy> walk(schedule, base + kOffsetSchedule, lengths);
   const Output output{static_cast<unsigned char*>(out), out_stride_b, out_stride_s, out_stride_h, lse, partial_out, partial_lse};
   if (warp >= kTileLoader) {
     give_back_registers<kLoaderRegisters>();
     if (warp == kTileLoader) {
       load_tiles(base, KvSource{kv_map, block_table, table_stride, tile.kv_head, kv_policy(row_tiles)},
-                 scales_map, tile, walk);
-      __syncwarp();
-      named_barrier_arrive(kSplitsBarrier, kMergeThreads + 32);
+                 scales_map, tile);
     } else if (warp == kQueryLoader) {
-      load_queries(base, q_map, tile, walk);
+      load_queries(base, q_map, tile);
+    } else if (warp == kWalker && lane_id() == 0) {
+      walk_items(base, WorkWalker<Policy>(schedule, base + kOffsetSchedule, lengths));
     }
   } else {
     take_registers<kConsumerRegisters>();
-    const float unit = Operand<Code>::kUnit * load_global(tensor_scale);
-    consume(base, warp >> 2, tile, output, walk, scale_log2, unit);
-    named_barrier_sync(kSplitsBarrier, kMergeThreads + 32);
+    // The first barrier of both warpgroups is before it is read.
+    if (threadIdx.x == 0) {
+      store_shared_f32(base + kOffsetUnit, Operand<Code>::kUnit * load_global(tensor_scale));
+    }
+    consume(base, warp >> 2, tile, output, scale_log2);
+    // Whoever has read the last item knows what the walker wrote before it.
     // Results are merged in the room of Q, K and P.
-    merge_splits<Config, Policy, kPairBarrier, kOffsetMaxima>(base + kOffsetSplits, base + kOffsetSchedule, base,
-                                                              landed(base, 0), output, tile, arrivals, part);
+    merge_splits<Config, Policy, kPairBarrier, kOffsetReferences>(base + kOffsetSplits, base + kOffsetSchedule, base,
+                                                                  landed(base, 0), output, tile, arrivals, part);
   }
 }
 

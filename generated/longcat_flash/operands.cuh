@@ -1,9 +1,14 @@
 // Codes of quantised rows as the A operand of WGMMA: 64 columns of 64 tokens from shared memory to registers, as fp16.
 //
-// Every e4m3, and every product of an e2m1 with an e4m3, is an fp16: nothing is rounded. A matrix load gives a lane four
-// neighbouring bytes of a token, and the codes in them become registers of the operand as they come. So the columns change
-// places within a few: `column` says which one stands where. The other operand must stand in the same order, and the
-// columns of a result come in it.
+// Every e4m3, and every product of an e2m1 with an e4m3, is an fp16: nothing is rounded.
+//
+// With tokens along M a matrix load gives a lane four neighbouring bytes of a token, and the codes in them become registers
+// of the operand as they come. So the columns change places within a few: `column` says which one stands where. The other
+// operand must stand in the same order.
+//
+// With columns along M, 16 at a time, a unit, a transposed load gives a lane two neighbouring bytes of each of two tokens,
+// and again codes become registers as they come: a lane holds a pair of neighbouring columns, the first from `pair_column`
+// on, as row(0) and row(1) of an accumulator.
 #pragma once
 
 #include "decode.cuh"
@@ -20,104 +25,90 @@ struct Operand;
 template <>
 struct Operand<E4m3> {
   static constexpr int kSubtilesPerLine = 2;  // of 128 bytes
-  static constexpr int kWords = 8;            // of a lane: codes of 64 columns of its two tokens
+  static constexpr int kLoads = 2;            // of a subtile
   static constexpr int kGroup = 16;           // columns that change places among themselves
   static constexpr float kUnit = 1.f;         // what the fp16 must be multiplied with
+  static constexpr int kUnitsPerPiece = 1;    // of 16 bytes
+  template <int Units>
+  static constexpr int kPieces = Units;  // that hold as many neighbouring units
+  static MLAFORGE_DEVICE int piece(int unit) { return unit; }
+  static MLAFORGE_DEVICE int pair_column(int unit) { return 16 * unit + 2 * (lane_id() >> 2); }
+  // From this one to one behind, of a warp's `Units`.
+  template <int Units>
+  static MLAFORGE_DEVICE int columns_between(int, int behind) {
+    return 16 * behind;
+  }
 
   // Place 8h + 2q + e of 16.
   static constexpr int column(int place) {
     return (place & ~15) | (place >> 1 & 3) << 2 | (place >> 3 & 1) << 1 | (place & 1);
   }
 
-  // a[4k] to a[4k + 3] are the registers of the product with columns 16k to 16k + 15.
-  static MLAFORGE_DEVICE void widen(const uint32_t (&words)[kWords], uint32_t (&a)[16]) {
+  // Half a subtile: a[4k] to a[4k + 3] are the registers of the product with its columns 16k to 16k + 15.
+  static MLAFORGE_DEVICE void widen(const uint32_t (&words)[4], int, uint32_t (&a)[8]) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
+    for (int i = 0; i < 4; ++i) {
       a[i / 2 * 4 + i % 2] = widen_low<E4m3>(words[i]);
       a[i / 2 * 4 + i % 2 + 2] = widen_high<E4m3>(words[i]);
     }
   }
 
-  // Four words of a line in this order: eight columns from 8 * chunk on.
-  static MLAFORGE_DEVICE void load_columns(smem_t line, int swizzle, int chunk, int32_t (&w)[4]) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int q = 2 * (chunk & 1) + k / 2;
-      const int piece = (chunk & ~1) + k % 2;
-      w[k] = load_shared_s32(line + ((piece ^ swizzle) << 4) + 4 * q);
-    }
+  // A word of a piece, two tokens, to the registers of both columns of the pair.
+  static MLAFORGE_DEVICE void widen_pairs(uint32_t word, int, uint32_t& first, uint32_t& second) {
+    const uint32_t pairs = permute_bytes(word, word, 0x3120);
+    first = widen_low<E4m3>(pairs);
+    second = widen_high<E4m3>(pairs);
   }
 };
 
 template <>
 struct Operand<E2m1> {
   static constexpr int kSubtilesPerLine = 4;
-  static constexpr int kWords = 4;
+  static constexpr int kLoads = 1;
   static constexpr int kGroup = 32;
   static constexpr float kUnit = 64.f;
+  static constexpr int kUnitsPerPiece = 2;
+  template <int Units>
+  static constexpr int kPieces = (Units + 1) / 2;  // an odd number begins or ends inside of one
+  static MLAFORGE_DEVICE int piece(int unit) { return unit / 2; }
+  static MLAFORGE_DEVICE int pair_column(int unit) { return 32 * (unit / 2) + 4 * (lane_id() >> 2) + 2 * (unit % 2); }
+  template <int Units>
+  static MLAFORGE_DEVICE int columns_between(int unit, int behind) {
+    return Units % 2 == 0 ? 32 * (behind / 2) + 2 * (behind % 2) : pair_column(unit + behind) - pair_column(unit);
+  }
 
   // Place 16t + 8h + 2q + e of 32.
   static constexpr int column(int place) {
     return (place & ~31) | (place >> 1 & 3) << 3 | (place >> 3 & 1) << 2 | (place & 1) << 1 | (place >> 4 & 1);
   }
 
-  static MLAFORGE_DEVICE void widen(const uint32_t (&words)[kWords], uint32_t (&a)[16]) {
+  static MLAFORGE_DEVICE void widen(const uint32_t (&words)[4], int half, uint32_t (&a)[8]) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
+    for (int i = 0; i < 2; ++i) {
       uint32_t pairs[4];
-      widen_e2m1(words[i], pairs);
+      widen_e2m1(words[2 * half + i], pairs);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) a[i / 2 * 8 + k / 2 * 4 + k % 2 * 2 + i % 2] = pairs[k];
+      for (int k = 0; k < 4; ++k) a[k / 2 * 4 + k % 2 * 2 + i] = pairs[k];
     }
   }
 
-  static MLAFORGE_DEVICE void load_columns(smem_t line, int swizzle, int chunk, int32_t (&w)[4]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      uint32_t of[2];  // columns 0 and 2, 1 and 3
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const int piece = (chunk & ~3) + 2 * t + h;
-        of[t] = static_cast<uint32_t>(load_shared_s32(line + ((piece ^ swizzle) << 4) + 4 * (chunk & 3)));
-      }
-      w[2 * h] = static_cast<int32_t>(permute_bytes(of[0], of[1], 0x5410));
-      w[2 * h + 1] = static_cast<int32_t>(permute_bytes(of[0], of[1], 0x7632));
-    }
+  static MLAFORGE_DEVICE void widen_pairs(uint32_t word, int half, uint32_t& first, uint32_t& second) {
+    uint32_t even, odd;
+    spread_e2m1(word, even, odd);
+    const uint32_t pairs = permute_bytes(even, odd, half == 0 ? 0x6420 : 0x7531);
+    first = widen_low<E4m3>(pairs);
+    second = widen_high<E4m3>(pairs);
   }
 };
 
-// What a lane adds to find the 16 bytes of its matrix row: token of the warp's 16, and the first or second piece of two.
-MLAFORGE_DEVICE int matrix_token() { return 16 * group_warp() + (lane_id() & 15); }
-
-// This lane's codes of a subtile's columns: words 2i and 2i + 1 are of tokens accumulator_row(0) and (1). `line` holds the
-// tokens' lines under the 128-byte swizzle. Every lane takes part.
+// This lane's codes of columns from `half` halves of a subtile on: two words of 16 bytes' columns, of tokens
+// accumulator_row(0) and (1), and two of the next. `line` holds the tokens' lines under the 128-byte swizzle. Every lane
+// takes part.
 template <class Code>
-MLAFORGE_DEVICE void load_codes(smem_t line, int subtile, uint32_t (&words)[Operand<Code>::kWords]) {
-  const int token = matrix_token();
-#pragma unroll
-  for (int i = 0; i < Operand<Code>::kWords / 4; ++i) {
-    const int piece = subtile * (Operand<Code>::kWords / 2) + 2 * i + (lane_id() >> 4);
-    uint32_t m[4];
-    ldmatrix_x4(line + token * 128 + ((piece ^ (token & 7)) << 4), m);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) words[4 * i + e] = m[e];
-  }
-}
-
-// Stores them, widened, as a subtile of K: [64 tokens, 64 columns] under the 128-byte swizzle.
-MLAFORGE_DEVICE void store_operand(smem_t subtile, const uint32_t (&a)[16]) {
-  const int token = matrix_token();
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const int piece = 2 * k + (lane_id() >> 4);
-    stmatrix_x4(subtile + token * 128 + ((piece ^ (token & 7)) << 4), a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]);
-  }
-}
-
-// Both tokens' columns of 16k to 16k + 15 times a pair of fp16 each.
-MLAFORGE_DEVICE void scale_operand(uint32_t (&a)[16], int k, uint32_t first, uint32_t second) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) a[4 * k + i] = multiply2(a[4 * k + i], i % 2 == 0 ? first : second);
+MLAFORGE_DEVICE void load_codes(smem_t line, int half, uint32_t (&words)[4]) {
+  const int token = 16 * group_warp() + (lane_id() & 15);
+  const int piece = half * Operand<Code>::kLoads + (lane_id() >> 4);
+  ldmatrix_x4(line + token * 128 + ((piece ^ (token & 7)) << 4), words);
 }
 
 // Rows of Q as the other operand, in place: the first `Columns` of each become fp16 in the order of the codes, times a
@@ -174,67 +165,6 @@ MLAFORGE_DEVICE void convert_query(smem_t tile, smem_t units) {
                                                 x[Operand<Code>::column(place + 1)] * factor));
       }
       store_shared_v4(piece_at(group * (kGroup / 8) + i), w);
-    }
-  }
-}
-
-// Scores to probabilities, as store_column_probabilities: `s` is in the log2 domain. What is stored is fp16, and each
-// token's times its scale; the sums are of the probabilities alone.
-template <int Rows>
-MLAFORGE_DEVICE void store_scaled_probabilities(smem_t tile, const float (&s)[Rows / 2], const float (&scale)[2],
-                                                ColumnState<Rows>& state) {
-  store_transposed<Rows>(tile, [&](int i) {
-    float p[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int j = column_of(i + e);
-      const float reference = state.max[j] == -infinity() ? 0.f : state.max[j];
-      p[e] = exp2_approx(s[i + e] - reference);
-      state.sum[j] += p[e];
-    }
-    return pack2<Fp16>(p[0] * scale[i / 2 % 2], p[1] * scale[i / 2 % 2]);
-  });
-}
-
-// store_out_columns for columns that come in the order of the codes. The warpgroup meets at `barrier`.
-template <class Code, class C, int First, int Count, int Subtiles>
-MLAFORGE_DEVICE void store_coded_columns(const Output& o, const RowTile<C>& tile, int request, int slot,
-                                         const float (&acc)[Subtiles][C::kRows / 2], smem_t scratch, int barrier) {
-  if (slot < 0) {
-    const int chunk = 2 * group_warp() + (lane_id() & 1);
-    unsigned char* line[C::kRows / 16];
-#pragma unroll
-    for (int h = 0; h < C::kRows / 16; ++h) {
-      const int r = 16 * h + (lane_id() >> 1);
-      line[h] = o.row_at(tile, request, r) + (64 * First + 8 * chunk) * 2;
-    }
-#pragma unroll
-    for (int c = 0; c < Count; ++c) {
-      const auto& columns = acc[First + c];
-      store_transposed<C::kRows>(scratch, [&](int i) { return pack2<typename C::Element>(columns[i], columns[i + 1]); });
-      named_barrier_sync(barrier, 128);
-#pragma unroll
-      for (int h = 0; h < C::kRows / 16; ++h) {
-        const int r = 16 * h + (lane_id() >> 1);
-        int32_t w[4];
-        Operand<Code>::load_columns(scratch + r * 128, r & 7, chunk, w);
-        if (!tile.holds(r)) continue;
-        store_global_v4(line[h] + c * 128, static_cast<uint32_t>(w[0]), static_cast<uint32_t>(w[1]),
-                        static_cast<uint32_t>(w[2]), static_cast<uint32_t>(w[3]));
-      }
-      named_barrier_sync(barrier, 128);
-    }
-  } else {
-    // A slot has room for all rows of a tile, so nobody asks which of them there are.
-    float* at = o.partial_out + tile.partial_row(slot, accumulator_column(0)) * C::kHeadDimV + 64 * First +
-                Operand<Code>::column(accumulator_row(0));
-#pragma unroll
-    for (int c = 0; c < Count; ++c) {
-#pragma unroll
-      for (int i = 0; i < C::kRows / 2; ++i) {
-        const int r = 8 * (i / 4) + i % 2;
-        store_global(at + r * C::kHeadDimV + 64 * c + Operand<Code>::column(8) * (i / 2 % 2), acc[First + c][i]);
-      }
     }
   }
 }

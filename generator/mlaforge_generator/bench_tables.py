@@ -28,6 +28,7 @@ def bench_tables(result: Mapping[str, Any], ours: str) -> Iterator[RenderableTyp
             ("ratio>", "least>", "with planning>", "of read stream>", "of GEMM>"),
             result["summary"].get("burst", ()),
         )
+        yield _each("Time of each kernel over ours: geometric means", result["summary"].get("burst", ()))
     if result["sustained"]:
         yield _sustained(result["sustained"], ours)
         yield _summary(
@@ -36,6 +37,7 @@ def bench_tables(result: Mapping[str, Any], ours: str) -> Iterator[RenderableTyp
             ("ratio>", "least>", "energy>"),
             result["summary"].get("sustained", ()),
         )
+        yield _each("Sustained, time of each kernel over ours", result["summary"].get("sustained", ()))
     if result["prefill"]:
         yield _prefill(result["prefill"], result["summary"]["prefill"], ours)
     if result["memory"]:
@@ -223,7 +225,7 @@ def _memory(entries: Sequence[Mapping[str, Any]], ours: str) -> Table:
         "Kernels that move data: time of a call, L2 overwritten before each",
         ("kernel", "tokens>", "MB>", "us>", "quartiles>", "GB/s>", "copy GB/s>", "of copy>"),
         rows,
-        caption="MB: read and written together; copy: torch's, of as many bytes on the device",
+        caption="MB: read and written together; copy: of as many bytes, by a kernel of torch",
     )
 
 
@@ -244,6 +246,15 @@ def _summary(title: str, keys: Sequence[str], columns: Sequence[str], groups: Se
         for group in groups
     ]
     return table(title, ("suite", "h>", "s_q>", *columns, "wins>", "losses>"), rows)
+
+
+def _each(title: str, groups: Sequence[Mapping[str, Any]]) -> Table:
+    names = list(dict.fromkeys(name for group in groups for name in group["ratios"]))
+    rows = [
+        (group["suite"], group["h"], group["s_q"], *(_ratio(group["ratios"].get(name)) for name in names))
+        for group in groups
+    ]
+    return table(title, ("suite", "h>", "s_q>", *(f"{name}>" for name in names)), rows)
 
 
 def _plain_or_ratio(key: str, value: float | None) -> object:

@@ -75,6 +75,8 @@ class Tile:
     """Their threads copy the tokens, each from a page of its own, instead of TMA."""
     ring_subtiles: int = 0
     """Subtiles of K in shared memory, where each is loaded and given back by itself; `stages` whole tiles of them."""
+    operands: int = 0
+    """Pairs of A operands, widened from codes, in a warpgroup's registers."""
 
 
 @dataclass(frozen=True)
@@ -324,7 +326,9 @@ def _decode(spec: Spec, target: Target, name: str, schedule: str, rows: int, tok
     )
 
 
-_SCALE_STAGES = 3
+_ITEMS = 4
+"""Items of work that a walker keeps known ahead."""
+_SCALE_STAGES = 4
 """Tiles' scales: few bytes, so that their loads run ahead of the lines'."""
 
 
@@ -614,7 +618,7 @@ def _skewed(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
 
 
 def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: int, *, shared: bool) -> _Arrangement:
-    items, exchanges = 4, 2
+    items, exchanges = _ITEMS, 2
     # The assembler never puts an accumulator below R24, and 8 registers more must do for what a warpgroup loops over:
     # what doesn't fit in the values' registers is the strip. Narrower O leaves registers for the loaders.
     strip = max(0, spec.d_v - (240 - 24 - 8) * 128 // rows // 32 * 32)
@@ -823,59 +827,73 @@ def _coded_memory(
     spec: Spec, row: CodedRow, rows: int, tokens: int, ring: int, roles: tuple[WarpRole, ...]
 ) -> tuple[tuple[SmemRegion, ...], tuple[Mbarrier, ...]]:
     """Place the regions and mbarriers for a ring of so many lines."""
-    subtiles, subtiles_v = _subtiles(spec), spec.d_v // SUBTILE_COLUMNS
+    subtiles = _subtiles(spec)
     regions = _Regions()
-    regions.place(
-        "Q", "kOffsetQ", subtiles * rows * LINE, f"{rows} rows x {subtiles} subtiles; half of O when an item ends"
-    )
-    regions.place("V", "kOffsetV", subtiles_v * tokens * LINE, f"{tokens} tokens as fp16, a warpgroup", 2)
+    regions.place("Q", "kOffsetQ", subtiles * rows * LINE, f"{rows} rows x {subtiles} subtiles")
     regions.place("K", "kOffsetK", tokens * LINE, f"{ring} lines of {tokens} tokens as they are in the cache", ring)
     regions.place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, f"probabilities, {rows} x {tokens} a warpgroup", 2)
-    regions.make_room(_merge_bytes(rows))
     if row.scale_bytes:
         size = tokens // _box_tokens(spec, tokens) * row.scale_box_bytes
         regions.place("scales", "kOffsetScales", size, f"of {row.scale_stages} tiles", row.scale_stages)
+    regions.make_room(_merge_bytes(rows))
+    groups = _groups(spec, row)
+    if groups > 1:
+        size = (groups + 1) * tokens * 4
+        regions.place("grades", "kOffsetGrades", size, "float32 that lead from one scale of a token to the next", 2)
+        regions.place("shares", "kOffsetShares", groups * tokens * 4, "scales of the token's largest, beside a P", 2)
+    regions.place("references", "kOffsetReferences", rows * 4, "float32 beside a P, and of rows without a token", 3)
+    regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled, beside a P", 2)
     regions.place("maxima", "kOffsetMaxima", 4 * rows * 4, "float32, of each warp, a warpgroup", 2)
-    regions.place(
-        "statistics", "kOffsetStatistics", 2 * 5 * rows * 4, "sums of each warp, reference; a warpgroup, by turns", 2
-    )
+    regions.place("sums", "kOffsetSums", 8 * rows * 4, "float32, of each warp, by turns", 2)
+    regions.place("totals", "kOffsetTotals", rows * 4, "float32 that normalise O, a warpgroup", 2)
     regions.place("units", "kOffsetUnits", rows * 4, "float32 that a row of Q was divided by")
-    regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut")
+    regions.place("items", "kOffsetItems", 32, f"{_ITEMS} items of work", _ITEMS)
+    regions.place("raised", "kOffsetRaised", 16, "whether a P raised references; what all codes are multiplied with")
+    regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut, and what the mask hides")
     regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
     stages = row.scale_stages
     scales = (
         Mbarrier("scales_full", stages, 1, tokens * row.scale_bytes, "the scales of a tile have landed"),
-        Mbarrier("scales_empty", stages, 4, 0, "the 4 warps of the tile's warpgroup have read them"),
+        Mbarrier("scales_empty", stages, 8, 0, "the 8 warps have read them"),
     )
     return regions.finish(
         (
             Mbarrier("full", ring, 1, tokens * LINE, "a line of the tokens' rows has landed"),
-            Mbarrier("empty", ring, 4, 0, "the 4 warps of its tile's warpgroup have finished with it"),
+            Mbarrier("empty", ring, 8, 0, "the 8 warps have finished with it"),
             *(scales if row.scale_bytes else ()),
-            Mbarrier("scored", 2, 4, 0, "the scores of a warpgroup's tile are done"),
+            Mbarrier("filled", 2, 4, 0, "the 4 warps of a warpgroup have stored P"),
             Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
-            Mbarrier("q_empty", 1, 256, 0, "the item is finished with it, and with what took its place"),
+            Mbarrier("q_empty", 1, 256, 0, "the item is finished with it"),
+            Mbarrier("item_full", _ITEMS, 1, 0, "the walker has written an item"),
+            Mbarrier("item_empty", _ITEMS, 256 + 64, 0, "the other roles are done with it"),
             _LANDED,
         ),
         roles,
     )
 
 
+def _groups(spec: Spec, row: CodedRow) -> int:
+    """Count the float32 scales of a token; 1 where its columns share one or none."""
+    return spec.d_v // row.group if row.scale_bytes and not row.blocks else 1
+
+
 def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
-    """The same on quantised rows: the ring holds lines of them, and either warpgroup has a tile of V of its own."""
+    """The same on quantised rows: the ring holds lines of them, and the warpgroups share O by columns of V."""
     row = coded_row(spec, tokens)
     assert row is not None
-    loader, consumer = 40, 232
+    loader, consumer = (40, 232) if rows <= 32 else (24, 240)
+    half = spec.d_v // 2
     roles = (
-        WarpRole("warpgroup 0", 4, consumer, "every other tile: codes to fp16, S^T = K Q^T, softmax, O^T += V^T P^T"),
-        WarpRole("warpgroup 1", 4, consumer, "the tiles between them"),
+        WarpRole("warpgroup 0", 4, consumer, "every other tile: S^T = K Q^T, softmax; all: half of O^T += V^T P^T"),
+        WarpRole("warpgroup 1", 4, consumer, "the tiles between them, and the other half"),
         WarpRole("tile loader", 1, loader, "TMA of K and its scales"),
         WarpRole("query loader", 1, loader, "TMA of Q"),
-        WarpRole("idle", 2, loader, "leave at once; registers are given back by whole warpgroups"),
+        WarpRole("walker", 1, loader, "finds the part's work"),
+        WarpRole("idle", 1, loader, "leaves at once; registers are given back by whole warpgroups"),
     )
-    # O of 16 rows leaves registers for sums of their own, and for a subtile of K beside the one that is multiplied.
-    groups = spec.d_v // row.group if row.scale_bytes and not row.blocks else 1
-    operands, sums = (2, groups + (row.rope_lines > 0)) if rows <= 16 else (1, 1)
+    # O of 64 rows leaves registers for two operands and a sum of products, for one if the sum is scaled on the way.
+    operands = 4 if rows <= 32 else 2 if _groups(spec, row) == 1 else 1
+    sums = 2 if rows <= 32 and row.rope_lines else 1
     ring = row.lines * stages
     placed, mbarriers = _coded_memory(spec, row, rows, tokens, ring, roles)
     if spec.kernels.decode.stages == "auto":
@@ -894,26 +912,23 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
             _box_tokens(spec, tokens),
             rope_stages=stages,
             readers=1,
+            items=_ITEMS,
             ring_subtiles=ring,
+            operands=operands,
         ),
         regions=placed,
         mbarriers=mbarriers,
         named_barriers=(
             NamedBarrier("kGroupBarrier", 1, 2, 128, "a warpgroup among itself"),
-            NamedBarrier("kPairBarrier", 3, 1, 256, "both warpgroups, joining and merging"),
-            NamedBarrier("kSplitsBarrier", 4, 1, 288, "the tile loader has written what the part shares"),
+            NamedBarrier("kPairBarrier", 3, 1, 256, "both warpgroups, at an item's ends and merging"),
         ),
         roles=roles,
         registers=(
-            RegisterUse("warpgroup 0", f"O, {spec.d_v} x {rows} float32", rows * spec.d_v // 128),
+            RegisterUse("warpgroup 0", f"O, {half} x {rows} float32", rows * half // 128),
             RegisterUse("warpgroup 0", f"S, {tokens} x {rows} float32: {sums} sums", sums * rows * tokens // 128),
-            RegisterUse(
-                "warpgroup 0",
-                f"K, {operands} x {tokens} x {SUBTILE_COLUMNS} fp16, and codes of the next",
-                (operands * LINE + SUBTILE_COLUMNS) * tokens // 512,
-            ),
-            RegisterUse("warpgroup 0", "maxima and sums of rows", rows // 2),
-            RegisterUse("warpgroup 0", "addresses, loops, work", 36),
+            RegisterUse("warpgroup 0", f"K or V, {operands} x {tokens} x 32 fp16", operands * tokens // 8),
+            RegisterUse("warpgroup 0", "sums of rows", rows // 4),
+            RegisterUse("warpgroup 0", "addresses, loops, work", 24),
         ),
         register_limits=(
             RegisterLimit("kLoaderRegisters", loader),
@@ -931,20 +946,22 @@ def _arrange(spec: Spec, schedule: str, rows: int, tokens: int, stages: int) -> 
 
 
 TILE_ROWS: dict[str, tuple[int, ...]] = {"plain": (64,), "skewed": (64,), "swapped": (16, 32)}
-"""Rows of a tile that a schedule can have, by its name."""
+"""Rows of a tile that a schedule can have, by its name, on a cache of elements."""
+CODED_TILE_ROWS = (16, 32, 64)
+"""The same of the only one that there is on quantised rows."""
 
 
 def tile_rows(spec: Spec, schedule: str) -> tuple[int, ...]:
     """Give the rows of a tile that a schedule can have for a spec."""
-    row = coded_row(spec, spec.kernels.decode.tile_tokens)
-    if row is not None and row.scale_bytes and not row.blocks and row.group < spec.d_v:
-        # Scores are summed up scale by scale: with 32 rows that takes more registers than O leaves.
-        return TILE_ROWS[schedule][:1]
-    return TILE_ROWS[schedule]
+    return TILE_ROWS[schedule] if spec.layout is None else CODED_TILE_ROWS
 
 
 _MIN_STAGES = {"plain": 2, "skewed": 2, "swapped": 1}
 """With one stage the scores of a tile would wait for room that only the products with the tile before give back."""
+
+
+def _min_stages(spec: Spec, schedule: str) -> int:
+    return _MIN_STAGES[schedule] if spec.layout is None else 2
 
 
 def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *, at_most: bool = False) -> int | None:
@@ -956,7 +973,7 @@ def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *
     most = MAX_STAGES if asked == "auto" else asked
     numbers = range(most, 0, -1) if asked == "auto" or at_most else (asked,)
     for stages in numbers:
-        enough = stages >= _MIN_STAGES[schedule]
+        enough = stages >= _min_stages(spec, schedule)
         if enough and _arrange(spec, schedule, rows, tokens, stages).fits(target.smem_per_block):
             return stages
     return None
@@ -972,7 +989,7 @@ def _schedule(spec: Spec) -> tuple[str, str]:
 
 
 def _no_stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target) -> Problem:
-    limit, least = target.smem_per_block, _MIN_STAGES[schedule]
+    limit, least = target.smem_per_block, _min_stages(spec, schedule)
     asked = spec.kernels.decode.stages
     if asked != "auto" and asked < least:
         return spec.problem(

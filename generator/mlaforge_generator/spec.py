@@ -129,8 +129,8 @@ class Decode(_Part):
     tile_rows: Annotated[Literal["auto", 16, 32, 64], _Listed] = Field(
         default="auto",
         description="Rows (heads times query tokens) that one thread block works on: 16 or 32 in the swapped schedule, "
-        "64 in the others. If this and the schedule are auto, there is a kernel of each, and a call takes the one that "
-        "its rows fill best.",
+        "on a quantised cache also 64, and 64 in the others. If this and the schedule are auto, there is a kernel of "
+        "each, and a call takes the one that its rows fill best.",
     )
     tile_tokens: Annotated[Literal[64], _Listed] = Field(
         default=64, description="Cached tokens in one step of a thread block."

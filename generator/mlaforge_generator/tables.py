@@ -38,16 +38,12 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Sequence[object]], 
 def summary(plan: Plan) -> str:
     """Say a plan in a line."""
     spec = plan.spec
-    what = (
-        f"{spec.name}: d_qk {spec.d_qk}, d_v {spec.d_v}, {spec.heads_per_rank} heads, {spec.cache.dtype} cache of "
-        f"{spec.row_bytes} B a token in pages of {spec.cache.page_size}"
-    )
-    if not plan.decodes:
-        return f"{what}; no decode kernel"
     decode = plan.decode
     return (
-        f"{what}; tiles of {decode.tile.rows} x {decode.tile.tokens}, {decode.tile.stages} "
-        f"stages, {decode.smem.total:,} of {decode.smem.limit:,} B of shared memory"
+        f"{spec.name}: d_qk {spec.d_qk}, d_v {spec.d_v}, {spec.heads_per_rank} heads, {spec.cache.dtype} cache of "
+        f"{spec.row_bytes} B a token in pages of {spec.cache.page_size}; tiles of {decode.tile.rows} x "
+        f"{decode.tile.tokens}, {decode.tile.stages} stages, {decode.smem.total:,} of {decode.smem.limit:,} B of "
+        "shared memory"
     )
 
 
@@ -74,7 +70,7 @@ def plan_tables(
 
     Args:
         plan: the plan.
-        costs: of decode calls; empty if there is no decode kernel.
+        costs: of decode calls.
         sizes: of caches.
         workload: in words what `sizes` were worked out for.
         fits: cached tokens that the target's memory holds.
@@ -115,13 +111,11 @@ def plan_tables(
             if isinstance(kernel, MemoryPlan)
         ),
     )
-    if plan.decodes:
-        yield from _split_scheme(plan.decode)
+    yield from _split_scheme(plan.decode)
     for kernel in plan.kernels:
         if isinstance(kernel, PrefillPlan):
             yield from _prefill_tables(kernel, target)
-    if costs:
-        yield _decode_table(costs, target)
+    yield _decode_table(costs, target)
     yield table(
         f"Key-value cache, {workload}, 16-bit elements" + ("" if spec.layout is None else " or the format named"),
         ("attention", "elements of a token and layer", "bytes>", "total, B>", "decimal>", "binary>"),

@@ -26,7 +26,7 @@ def tune_tables(result: Mapping[str, Any]) -> Iterator[RenderableType]:
         cases = result["cases"]
         for first in range(0, len(cases), _CASES_ACROSS):
             yield _times(result, cases[first : first + _CASES_ACROSS])
-    wrong = [each for each in entries.values() if each["state"] == "wrong"]
+    wrong = [each for each in entries.values() if each["state"] in ("wrong", "hangs")]
     if wrong:
         yield table("Wrong", ("candidate", "what is wrong"), [(_red(each["label"]), each["reason"]) for each in wrong])
     missing = [each for each in entries.values() if each["state"] == "not built"]

@@ -58,8 +58,7 @@ class MLA:
             CompileError: a kernel does not compile.
             ToolchainError: the compiler or its headers are missing.
         """
-        if self._runner is not None:
-            self._runner.compile()
+        self._runner.compile()
         self._memory.compile()
         if self._prefill is not None:
             self._prefill.compile()

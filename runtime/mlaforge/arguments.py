@@ -73,19 +73,32 @@ def require_devices(tensors: Iterable[tuple[str, torch.Tensor]], device_type: st
 def piece_strides(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
     """Give the strides of all dimensions but the last in pieces of 16 bytes; 0 for dimensions of one index.
 
-    Refuses a last dimension that is not contiguous, and strides that are no multiples of 16 bytes or that pass 2^31
-    pieces.
+    Refuses what `byte_strides` does, and strides that pass 2^31 pieces.
+    """
+    return tuple(stride // PIECE for stride in byte_strides(name, tensor, 35))
+
+
+TMA_STRIDE_BITS = 40
+"""TMA takes strides below 2^40 bytes."""
+
+
+def byte_strides(name: str, tensor: torch.Tensor, bits: int = TMA_STRIDE_BITS) -> tuple[int, ...]:
+    """Give the strides of all dimensions but the last in bytes; 0 for dimensions of one index.
+
+    Refuses a last dimension that is not contiguous, and strides that are no multiples of 16 bytes or no number of
+    `bits` bits.
     """
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
     strides = []
     for dim in range(tensor.dim() - 1):
         stride = tensor.stride(dim) * tensor.element_size() if tensor.shape[dim] > 1 else 0
-        if stride % PIECE or not 0 <= stride < PIECE << 31:
+        if stride % PIECE or not 0 <= stride < 1 << bits:
             raise ValueError(
-                f"{name} has a stride of {stride} B in dimension {dim}; it must be a multiple of {PIECE} B below 2^35 B"
+                f"{name} has a stride of {stride} B in dimension {dim}; it must be a multiple of {PIECE} B below "
+                f"2^{bits} B"
             )
-        strides.append(stride // PIECE)
+        strides.append(stride)
     return tuple(strides)
 
 

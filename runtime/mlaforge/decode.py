@@ -9,6 +9,7 @@ import torch
 
 from mlaforge.arguments import (
     DTYPES,
+    byte_strides,
     require_aligned,
     require_cache,
     require_dtype,
@@ -75,18 +76,6 @@ _MAX_ROWS = (1 << 31) - 65
 """Of a request: numbers of a tile's rows must be ints, also of those behind the last."""
 _ADDRESSED = ("q", "kv_cache", "out")
 """The tensors that TMA or 16-byte stores address."""
-
-
-def _check_layout(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what neither TMA nor 16-byte stores can address."""
-    if not (tensor.stride(-1) == 1 or tensor.shape[-1] == 1):
-        raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
-    for dim in range(tensor.dim() - 1):
-        stride = tensor.stride(dim) * tensor.element_size()
-        if not (tensor.shape[dim] == 1 or (stride % 16 == 0 and 0 <= stride < 1 << 40)):
-            raise ValueError(
-                f"{name} has a stride of {stride} B in dimension {dim}; TMA needs a multiple of 16 B below 2^40 B"
-            )
 
 
 def _walked_strides(kv_cache: torch.Tensor) -> tuple[int, int]:
@@ -158,7 +147,7 @@ class DecodeRunner:
             )
         if out.numel() > 0:
             for name in _ADDRESSED:
-                _check_layout(name, getattr(tensors, name))
+                byte_strides(name, getattr(tensors, name))
         if "kv_cache" not in m.decode.boxes:
             stride, _ = _walked_strides(kv_cache)
             if not (stride < 1 << 31):

@@ -132,15 +132,13 @@ class Manifest:
     d_qk: int
     d_v: int
     decodes: tuple[DecodeKernel, ...]
-    """The decode kernels, fewest rows first; none if no decode kernel reads the cache."""
+    """The decode kernels, fewest rows first."""
     kernels: Mapping[str, Kernel]
     """The other kernels, by what they do."""
 
     @property
     def decode(self) -> DecodeKernel:
-        """The decode kernel that serves any number of rows; ValueError if there is none."""
-        if not self.decodes:
-            raise ValueError(f"{self.name} has no decode kernel: `mlaforge plan` says why")
+        """The decode kernel that serves any number of rows."""
         return self.decodes[-1]
 
     @property
@@ -155,7 +153,7 @@ class Manifest:
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files to compile."""
-        decodes = (*self.decodes[-1:], *self.decodes[:-1])
+        decodes = (self.decode, *self.narrow_decodes)
         return (*(each.source for each in decodes), *(each.source for each in self.kernels.values()))
 
     @property
@@ -222,7 +220,7 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
         softmax_scale=_finite(data["softmax_scale"]),
         d_qk=int(data["d_qk"]),
         d_v=int(data["d_v"]),
-        decodes=tuple(_decode(folder, item) for item in (*data["narrow_decodes"], data["decode"]) if item is not None),
+        decodes=tuple(_decode(folder, item) for item in (*data["narrow_decodes"], data["decode"])),
         kernels={str(name): _kernel(folder, item) for name, item in data["kernels"].items()},
     )
 

@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..cost import decode_energy
+from ..emit import write_folder
+from ..errors import SpecError
+from ..plan import make_plan
+from ..render import render
+from ..spec import Spec
 from ..target import TARGETS
 from . import devices
 from .group import COUNT, DeviceFailure, Failure, ToolchainFailure, cli
@@ -89,9 +94,12 @@ def bench(
 
     Ours and each peer that can be imported run on the same tensors in turn. burst and small: decode, medians of
     separate calls, each a replayed graph on a cold L2; prefill, and memory (gather, append and merge beside a copy of
-    as many bytes): the same. sustained: decode, seconds of calls back to back, with watts, clock and energy.
-    The peers of decode: flashmla, flashmla_vllm, fa3_vllm, flashinfer, triton_vllm, triton_sglang, torch; of prefill:
-    fa3, fa3_vllm, fa3_fwd, flashinfer, torch.
+    as many bytes by a kernel of torch): the same. sustained: decode, seconds of calls back to back, with watts, clock
+    and energy.
+    The peers of decode: flashmla, flashmla_vllm, fa3_vllm, flashinfer, triton_vllm, triton_sglang, torch; with a cache
+    of fp8_e4m3: flashmla_fp8, flashmla_vllm_fp8, flashinfer_fp8kv; of prefill: fa3, fa3_vllm, fa3_fwd, flashinfer,
+    torch.
+    Decode of a quantised cache is also timed beside our own of the same tokens in a bf16 one.
     """
     from mlaforge.bench.cases import (
         MEMORY,
@@ -138,10 +146,31 @@ def bench(
             prefill=prefill,
             memory=memory_cases() if MEMORY in wanted else (),
         )
-        _bench(folder, options, output or Path(f"bench-{folder.resolve().name}"), as_json)
+        bf16 = _bf16_folder(manifest, Path(scratch)) if chosen and manifest.cache.quantised else None
+        _bench(folder, bf16, options, output or Path(f"bench-{folder.resolve().name}"), as_json)
 
 
-def _bench(folder: Path, options: Options, output: Path, as_json: bool) -> None:
+def _bf16_folder(manifest: Manifest, scratch: Path) -> Path | None:
+    """Render the kernels of the same model and pages with a bf16 cache; None, and says why, if there are none."""
+    spec = Spec.model_validate(
+        {
+            "name": manifest.name,
+            "model": dict(manifest.model),
+            "tensor_parallel": manifest.tensor_parallel,
+            "cache": {"dtype": "bf16", "page_size": manifest.cache.page_size},
+        }
+    )
+    try:
+        files = render(make_plan(spec))
+    except SpecError as error:
+        click.echo(f"no decode of a bf16 cache beside: {error.problems[0].message}", err=True)
+        return None
+    folder = scratch / "bf16" / manifest.name
+    write_folder(folder, files)
+    return folder
+
+
+def _bench(folder: Path, bf16: Path | None, options: Options, output: Path, as_json: bool) -> None:
     import torch
 
     import mlaforge
@@ -158,6 +187,7 @@ def _bench(folder: Path, options: Options, output: Path, as_json: bool) -> None:
     try:
         with status("compiling"):
             mla = mlaforge.load(folder)
+            beside = None if bf16 is None else mlaforge.load(bf16)
             manifest = mla.manifest
             gpu = Gpu(device)
             machine = Machine(Cuda(), device, gpu.sms, folder, manifest.d_qk)
@@ -192,6 +222,7 @@ def _bench(folder: Path, options: Options, output: Path, as_json: bool) -> None:
             report=tell,
             advance=advance,
             save=lambda result: replace_text(output / "bench.json", json.dumps(result, indent=1) + "\n"),
+            bf16=beside,
         )
         total(session.steps)
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .group import Failure, UsageFailure, cli
-from .output import print_json, print_parts
+from .output import print_json, print_parts, progress
 
 if TYPE_CHECKING:
     from mlaforge.cache import Entry, KernelCache, Stored
@@ -46,7 +46,7 @@ def list_(as_json: bool) -> None:
     """List entries, the newest first, with their sizes and ages."""
     kept = _open()
     stored = _stored(kept)
-    entries = [(each, each.read()) for each in stored]
+    entries = _read(stored)
     if as_json:
         print_json(
             {
@@ -77,7 +77,7 @@ def verify(as_json: bool) -> None:
     """
     kept = _open()
     stored = _stored(kept)
-    damaged = [each for each in stored if each.read() is None]
+    damaged = [each for each, entry in _read(stored) if entry is None]
     if as_json:
         print_json(
             {
@@ -138,6 +138,16 @@ def _stored(kept: KernelCache) -> list[Stored]:
         return kept.stored()
     except OSError as error:
         raise UsageFailure(f"{kept.directory}: can't be read: {error.strerror}") from None
+
+
+def _read(stored: Sequence[Stored]) -> list[tuple[Stored, Entry | None]]:
+    """Read entries, which for a large cache takes a while; None of one that is damaged."""
+    made = []
+    with progress("reading entries", len(stored)) as advance:
+        for each in stored:
+            made.append((each, each.read()))
+            advance()
+    return made
 
 
 def _json(stored: Stored) -> dict[str, Any]:

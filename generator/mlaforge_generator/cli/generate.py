@@ -101,8 +101,7 @@ def plan(
     from ..tables import plan_tables
 
     print_parts(plan_tables(made, costs, sizes, f"{batch} x {context:,} tokens, {layers} layers", fits))
-    if costs:
-        print_parts([_energy_table(made, costs, energies)])
+    print_parts([_energy_table(made, costs, energies)])
 
 
 def _energy_json(energy: DecodeEnergy) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from .group import COUNT, DeviceFailure, Failure, ToolchainFailure, UsageFailure
 from .inputs import complete_spec, why_unknown
 from .output import print_json, replace_text, status, steps, writing
 from .tune_threshold import Grid, require_both_ways, tune_threshold
-from .tuned import Output, Source, as_text, choose_gpu, first_error, open_gpu
+from .tuned import Output, Source, abandon, as_text, choose_gpu, first_error, open_gpu
 
 if TYPE_CHECKING:
     from mlaforge.bench.cases import Case
@@ -99,6 +99,14 @@ _OF_THRESHOLD = {"tokens": "--tokens", "contexts": "--contexts"}
     help="Small random problems that a candidate must solve before it is timed.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Which random problems.")
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=1.0),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="What does not end within this time hangs: it is named, and the tuner ends.",
+)
 @click.option("--device", default="cuda", show_default=True, help="A CUDA device, such as cuda:1.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, the progress to stderr.")
 @click.option(
@@ -125,6 +133,7 @@ def tune(
     budget: float | None,
     examples: int,
     seed: int,
+    patience: float,
     device: str,
     as_json: bool,
     data: Path | None,
@@ -136,8 +145,9 @@ def tune(
     medians have the least geometric mean is written into a copy of the spec, with its measurements as a comment, unless
     the planner's own choice is within 1% of it.
 
-    A candidate whose results are wrong is named and excluded, and the exit code is 1. What can't be planned or compiled
-    is listed with the reason. Ctrl-C keeps what was measured, but writes no spec.
+    A candidate whose results are wrong is named and excluded, and the exit code is 1. One that hangs is named and ends
+    the run. What can't be planned or compiled is listed with the reason. Ctrl-C keeps what was measured, but writes no
+    spec.
 
     With --threshold the two ways of an attention layer are timed instead, over new tokens of a request and contexts:
     absorbed, by the decode kernel, and decompressed, by the prefill kernel, each with its products with W_UK and W_UV.
@@ -170,7 +180,7 @@ def tune(
         raise click.UsageError(f"{target} is the spec itself; say --write to change it")
     source = Source(spec, path, parsed.name, text)
     if threshold:
-        grid = Grid.parse(tokens, contexts, repeats, budget, seed)
+        grid = Grid.parse(tokens, contexts, repeats, budget, seed, patience)
         try:
             plan = make_plan(parsed)
         except SpecError as error:
@@ -192,7 +202,7 @@ def tune(
     _require_gpu(device)
     from mlaforge.bench.tune import Options
 
-    options = Options(tuple(cases), repeats, budget, examples=examples, seed=seed)
+    options = Options(tuple(cases), repeats, budget, examples=examples, seed=seed, patience=patience)
     _tune(source, swept, options, device, started, Output(folder, target, as_json, over=write))
 
 
@@ -242,6 +252,7 @@ def _tune(source: Source, swept: Sweep, options: TuneOptions, device_name: str, 
                 report=output.tell,
                 advance=advance,
                 save=lambda result: replace_text(output.folder / "tune.json", json.dumps(result, indent=1) + "\n"),
+                abandon=lambda: abandon(lambda: _show_tune(source, tuning.result, output), Path(scratch)),
             )
             total(tuning.steps)
             # Both leave the reason in the result.
@@ -307,12 +318,13 @@ def _show_tune(source: Source, result: dict[str, Any], output: Output) -> None:
         files["tune.svg"] = picture
     failures = []
     for each in result["candidates"]:
-        if each["state"] == "wrong":
+        if each["state"] in ("wrong", "hangs"):
             # A spec of just these settings, for the line that replays it.
             name = f"wrong_{re.sub(r'[^a-z0-9]+', '_', each['label'])}.yaml"
             files[name] = _edited(source, each["settings"])
             output.tell(f"reproduce: {Problem.parse(each['problem']).to_repro(str(folder / name))}")
-            failures.append(f"{each['label']}: wrong results")
+            if each["state"] == "wrong":
+                failures.append(f"{each['label']}: wrong results")
     for name, content in files.items():
         replace_text(folder / name, content)
     output.tell(f"{folder}: {', '.join(sorted([*files, 'tune.json']))}")

@@ -19,7 +19,7 @@ from ..render import render
 from ..write_back import threshold_remarks, write_threshold
 from .group import Failure, ToolchainFailure, UsageFailure
 from .output import print_json, replace_text, status, steps, writing
-from .tuned import Output, Source, as_text, choose_gpu, first_error, open_gpu
+from .tuned import Output, Source, abandon, as_text, choose_gpu, first_error, open_gpu
 
 if TYPE_CHECKING:
     from mlaforge.api import MLA
@@ -36,10 +36,17 @@ class Grid:
     repeats: int
     budget: float | None
     seed: int
+    patience: float
 
     @classmethod
     def parse(
-        cls, tokens: Sequence[str], contexts: Sequence[str], repeats: int, budget: float | None, seed: int
+        cls,
+        tokens: Sequence[str],
+        contexts: Sequence[str],
+        repeats: int,
+        budget: float | None,
+        seed: int,
+        patience: float,
     ) -> Grid:
         """Read the options of the command line."""
         return cls(
@@ -48,6 +55,7 @@ class Grid:
             repeats,
             budget,
             seed,
+            patience,
         )
 
 
@@ -60,12 +68,10 @@ def _numbers(texts: Sequence[str], least: int, most: int, option: str) -> tuple[
 
 
 def require_both_ways(source: Source, plan: Plan) -> None:
-    """Fail if a spec has no prefill or no decode kernel, or if its text could not take a threshold."""
-    there = {kernel.name for kernel in plan.kernels} | {"decode" for _ in plan.decodes}
-    for name in ("prefill", "decode"):
-        if name not in there:
-            why = f"there is no {name} kernel, so that no threshold has an effect; `mlaforge plan` says why"
-            raise UsageFailure(f"{source.given}: {why}")
+    """Fail if a spec has no prefill kernel, or if its text could not take a threshold."""
+    if "prefill" not in {kernel.name for kernel in plan.kernels}:
+        why = "there is no prefill kernel, so that no threshold has an effect; `mlaforge plan` says why"
+        raise UsageFailure(f"{source.given}: {why}")
     source.edited(functools.partial(write_threshold, threshold=0))
 
 
@@ -79,7 +85,7 @@ def tune_threshold(source: Source, plan: Plan, grid: Grid, device_name: str, sta
         mla = _load(plan, Path(scratch))
         gpu, about = open_gpu(device)
         points = make_points(grid.tokens or TOKENS, grid.contexts or CONTEXTS, plan.spec.heads_per_rank, gpu.sms)
-        options = Options(points, grid.repeats, grid.budget, seed=grid.seed)
+        options = Options(points, grid.repeats, grid.budget, seed=grid.seed, patience=grid.patience)
         with writing(output.folder):
             output.folder.mkdir(parents=True, exist_ok=True)
         with steps() as (advance, total):
@@ -93,6 +99,7 @@ def tune_threshold(source: Source, plan: Plan, grid: Grid, device_name: str, sta
                 report=output.tell,
                 advance=advance,
                 save=lambda result: replace_text(output.folder / "threshold.json", json.dumps(result, indent=1) + "\n"),
+                abandon=lambda: abandon(lambda: _show(source, tuning.result, output), Path(scratch)),
             )
             # Both leave the reason in the result.
             with contextlib.suppress(BenchError, KeyboardInterrupt):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
+import shutil
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..write_back import WriteBackError
-from .group import UsageFailure
+from .group import Failure, UsageFailure
 from .output import WIDE, replace_text, writing
 
 if TYPE_CHECKING:
@@ -90,6 +93,29 @@ def open_gpu(device: torch.device) -> tuple[Gpu, dict[str, Any]]:
     with contextlib.suppress(NvmlError):
         about |= Nvml(device).describe()
     return gpu, about
+
+
+def abandon(show: Callable[[], None], scratch: Path) -> None:
+    """End the process although a thread of it waits for a kernel that hangs: no other way leads out of that.
+
+    Args:
+        show: prints and writes what there is; its `Failure` is told.
+        scratch: a folder to remove.
+    """
+    code = Failure.exit_code
+    try:
+        show()
+    except Failure as failure:
+        failure.show()
+        code = failure.exit_code
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if sys.stderr.isatty():
+            # The progress bar has hidden it.
+            click.echo("\x1b[?25h", err=True, nl=False)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def as_text(parts: Iterable[RenderableType]) -> str:

@@ -225,7 +225,7 @@ def verify_folder(spec: str, folder: Path, run: Run) -> None:
 
 
 def _verify_decode(spec: str, mla: MLA, run: Run) -> None:
-    """Run the problems of decode; `Failure` if one is not accepted, `UsageFailure` if the spec has no such kernel."""
+    """Run the problems of decode; `Failure` if one is not accepted."""
     from mlaforge.verify import Problem, flashmla_matrix, random_problems, verify_problems
 
     problems: list[Problem] = []

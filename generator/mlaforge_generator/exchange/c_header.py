@@ -196,10 +196,7 @@ def write_header(plan: Plan) -> str:
             stages = spec.kernels.decode.stages
             lines.append(_constant(_TILE, tile, "kernels.decode.tile_tokens"))
             what = "kernels.decode.stages" if stages != "auto" else "what the planner chose for kernels.decode.stages"
-            if stages != "auto":
-                lines.append(_constant(_STAGES, stages, what))
-            elif plan.decodes:
-                lines.append(_constant(_STAGES, plan.decode.tile.stages, what))
+            lines.append(_constant(_STAGES, plan.decode.tile.stages, what))
         if value is None or (name == "kDecodeStages" and value != "auto"):
             # What is absent in the spec is absent here, and a number of stages is kNumStages.
             continue

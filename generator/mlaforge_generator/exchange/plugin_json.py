@@ -88,7 +88,7 @@ def put_tuning(draft: Draft, values: Mapping[str, Any], prefix: str, tile_name: 
     value, source = values[stages_name], prefix + stages_name
     if stages in draft.sources:
         planned = _plan(draft, {})
-        if planned is not None and planned.decodes and value != planned.decode.tile.stages:
+        if planned is not None and value != planned.decode.tile.stages:
             auto, takes = draft.sources[stages], planned.decode.tile.stages
             draft.note(source, value, f"{auto} leaves it to the planner, which takes {takes}")
     elif why := _why_invalid(draft, stages, value):
@@ -129,7 +129,7 @@ def write_plugin(plan: Plan) -> str:
     plugin["tile_s"] = _take(tree, "kernels.decode.tile_tokens")
     if spec.kernels.decode.stages != "auto":
         plugin["num_stages"] = _take(tree, "kernels.decode.stages")
-    elif plan.decodes:
+    else:
         plugin["num_stages"] = plan.decode.tile.stages
     plugin["page_size"] = _take(tree, _FIELDS["page_size"])
     plugin["enable_matrix_absorption"] = True

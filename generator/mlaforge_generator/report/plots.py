@@ -55,7 +55,7 @@ def plots(result: Result) -> list[Plot]:
         ),
         (
             "Kernels that move data",
-            "GB/s, read and written together, beside a copy of as many bytes.",
+            "GB/s, read and written together, beside a copy of as many bytes by a kernel.",
             [(f"{each.kernel}, {each.tokens:,} tokens", each.kernels) for each in result.memory],
         ),
     ):

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from mlaforge import __version__
 from mlaforge.arguments import DTYPES, cache_columns
 from mlaforge.bench.cases import Case
-from mlaforge.bench.peers import Problem, Run
+from mlaforge.bench.peers import Peer, Prepared, Problem, Run
 from mlaforge.formats import FORMATS
 from mlaforge.manifest import Manifest
 from mlaforge.verify import Decoder
@@ -76,7 +77,8 @@ def make_problem(manifest: Manifest, case: Case, cached: Cached, seed: int) -> P
     torch.manual_seed(seed + 1)
     q = torch.randn(shape, device=cached.cache.device).div_(10).to(DTYPES[manifest.element])
     tensors = (q, cached.cache, cached.table, cached.lengths)
-    return Problem(case, *tensors, manifest.softmax_scale, manifest.d_v, cached.tensor_scale)
+    form = manifest.cache.dtype if manifest.cache.quantised else None
+    return Problem(case, *tensors, manifest.softmax_scale, manifest.d_v, cached.tensor_scale, form)
 
 
 @dataclass(frozen=True)
@@ -110,3 +112,24 @@ def our_call(mla: Decoder, problem: Problem) -> OurCall:
         return made
 
     return OurCall(run, out, lse)
+
+
+class OurBf16(Peer[Problem]):
+    """Our own decode of the same tokens in a bf16 cache, beside which a quantised one shows what it gains or loses."""
+
+    name = "mlaforge_bf16"
+    title = "mlaforge, bf16 cache"
+
+    def __init__(self, mla: Decoder) -> None:
+        """Take our kernels of the same dimensions and page size, of a bf16 cache."""
+        super().__init__()
+        self._mla = mla
+
+    def version(self) -> str | None:
+        """Ours."""
+        return __version__
+
+    def prepare(self, problem: Problem) -> Prepared:
+        """The cache is read into one of elements before."""
+        call = our_call(self._mla, problem.in_bf16())
+        return Prepared(call.run, call.run, "none")

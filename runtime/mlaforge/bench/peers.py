@@ -7,6 +7,7 @@ they read where they lie; what a peer must copy into another form is left out of
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
 import inspect
@@ -19,16 +20,27 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 from mlaforge.bench.cases import Case
+from mlaforge.formats import E4M3_MAX, FORMATS, encode_e4m3
 
 Run = Callable[[], torch.Tensor]
 """A call; gives its result, of decode (b, s_q, h, d_v)."""
 
 _LATENT, _ROPE = 512, 64
 """The only dimensions that the specialised kernels know."""
+_FP8 = "fp8_e4m3"
+
+COSINE_TOLERANCE = 1e-4
+"""Two bf16 kernels differ by about 1e-6; a wrong page or a wrong scale gives more than 1e-2."""
+_FP8_TOLERANCE = 1e-2
+"""Of kernels that may round q or softmax weights to e4m3: of flat weights, 2% of each, that alone gives 2e-4."""
 
 
 class PeerError(Exception):
     """A peer can't be used; the message is the reason in a line."""
+
+
+_CHUNK = 1024
+"""Pages that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,8 @@ class Problem:
     d_v: int
     tensor_scale: torch.Tensor | None = None
     """(1,) float32, of a quantised cache whose format has one."""
+    format: str | None = None
+    """Of a quantised cache, as cache.dtype; None if the cache has elements."""
 
     @property
     def d_qk(self) -> int:
@@ -64,6 +78,25 @@ class Problem:
         """The latent and the RoPE part of q, each (b * s_q, h, width) and contiguous."""
         flat = self.q.flatten(0, 1)
         return flat[..., : self.d_v].contiguous(), flat[..., self.d_v :].contiguous()
+
+    def in_bf16(self) -> Problem:
+        """Give the same call on a cache of bf16 elements: what the rows of a quantised one stand for, rounded."""
+        return dataclasses.replace(self, kv_cache=self.elements(torch.bfloat16), tensor_scale=None, format=None)
+
+    def elements(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Give the cache as it is if it has elements, else what its rows stand for: (pages, page_size, d_qk)."""
+        if self.format is None:
+            return self.kv_cache
+        form, rank = FORMATS[self.format], self.d_v
+        scale = None if self.tensor_scale is None else float(self.tensor_scale)
+        pages, page, _ = self.kv_cache.shape
+        cache = self.q.new_empty((pages, page, self.d_qk), dtype=dtype)
+        # In pieces: the reference takes many times their memory.
+        for first in range(0, pages, _CHUNK):
+            rows = self.kv_cache[first : first + _CHUNK]
+            parts = form.dequantise(rows, rank, self.d_qk - rank, scale, dtype)
+            cache[first : first + _CHUNK] = torch.cat(parts, -1)
+        return cache
 
     def shaped(self, out: torch.Tensor) -> torch.Tensor:
         """Give a result of another shape as (b, s_q, h, d_v)."""
@@ -95,6 +128,8 @@ class Peer(ABC, Generic[ProblemT]):
     """Names under which it may be importable, the first found is taken."""
     distributions: Sequence[str] = ()
     """Packages that may say its version."""
+    cosine_tolerance: float = COSINE_TOLERANCE
+    """How far its result may be from ours, 1 - 2 sum(xy) / sum(x^2 + y^2)."""
 
     def __init__(self) -> None:
         """Import nothing yet."""
@@ -149,12 +184,14 @@ def one_line(error: BaseException) -> str:
 
 
 def _wrong_rows(problem: Problem) -> str | None:
-    return "reads no quantised rows" if problem.kv_cache.dtype == torch.uint8 else None
+    return None if problem.format is None else "reads no quantised rows"
+
+
+def _no_fp8_rows(problem: Problem) -> str | None:
+    return None if problem.format == _FP8 else f"reads a cache of {_FP8} only"
 
 
 def _wrong_dimensions(problem: Problem, dtypes: Sequence[torch.dtype], page_size: int | None = None) -> str | None:
-    if reason := _wrong_rows(problem):
-        return reason
     if (problem.d_qk, problem.d_v) != (_LATENT + _ROPE, _LATENT):
         return f"takes ({_LATENT + _ROPE}, {_LATENT}) only, not ({problem.d_qk}, {problem.d_v})"
     if problem.q.dtype not in dtypes:
@@ -169,7 +206,7 @@ class _FlashMla(Peer[Problem]):
 
     def refuses(self, problem: Problem) -> str | None:
         """Only its own shape."""
-        return _wrong_dimensions(problem, (torch.bfloat16, torch.float16), 64)
+        return _wrong_rows(problem) or _wrong_dimensions(problem, (torch.bfloat16, torch.float16), 64)
 
     def prepare(self, problem: Problem) -> Prepared:
         """Metadata of the newer form are empty at first: the call that meets them empty runs the scheduler."""
@@ -224,6 +261,66 @@ class FlashMlaVllm(_FlashMla):
     distributions = ("vllm",)
 
 
+class _FlashMlaFp8(Peer[Problem]):
+    """FlashMLA's dense decode of fp8 queries and an fp8 cache."""
+
+    cosine_tolerance = _FP8_TOLERANCE
+
+    def load(self) -> None:
+        """Import it; not every build has this kernel."""
+        super().load()
+        if not hasattr(self.module, "dense_fp8") and not hasattr(self.module, "flash_mla_with_kvcache_fp8"):
+            raise PeerError(f"{self.module.__name__} has no dense fp8 decode")
+
+    def refuses(self, problem: Problem) -> str | None:
+        """Only its own shape and format."""
+        return _no_fp8_rows(problem) or _wrong_dimensions(problem, (torch.bfloat16,), 64)
+
+    def prepare(self, problem: Problem) -> Prepared:
+        """Queries are rounded to e4m3 before, under one scale; the plan is made by a kernel from the lengths."""
+        case, lengths = problem.case, problem.cache_seqlens
+        q_scale = (problem.q.abs().amax().float() / E4M3_MAX).clamp(min=2.0**-100).view(1)
+        q = encode_e4m3(problem.q.float() / q_scale).view(torch.float8_e4m3fn)
+        cache = problem.kv_cache.view(torch.float8_e4m3fn).unsqueeze(2)
+        scales = (q_scale, problem.tensor_scale)
+        dense = getattr(self.module, "dense_fp8", None)
+
+        def metadata() -> Any:
+            if dense is not None:
+                return dense.plan(lengths, rows=case.rows)
+            return self.module.get_mla_metadata_dense_fp8(lengths, case.rows, 1)
+
+        def call(made: Any) -> torch.Tensor:
+            tensors = (q, cache, problem.block_table, lengths)
+            if dense is not None:
+                out, _ = dense.decode(*tensors, made, problem.softmax_scale, case.causal, *scales)
+            else:
+                options = (problem.d_v, *made, problem.softmax_scale, case.causal, *scales)
+                out, _ = self.module.flash_mla_with_kvcache_fp8(*tensors, *options)
+            return problem.shaped(out)
+
+        kept = metadata()
+        return Prepared(lambda: call(kept), lambda: call(metadata()), "device", "q in e4m3, rounded before")
+
+
+class FlashMlaFp8(_FlashMlaFp8):
+    """The package flash_mla, if its build has it."""
+
+    name = "flashmla_fp8"
+    title = "FlashMLA (flash_mla), fp8 q and cache"
+    modules = FlashMla.modules
+    distributions = FlashMla.distributions
+
+
+class FlashMlaVllmFp8(_FlashMlaFp8):
+    """The one that vLLM ships."""
+
+    name = "flashmla_vllm_fp8"
+    title = "FlashMLA (vLLM), fp8 q and cache"
+    modules = ("flashmla_vllm", "vllm.v1.attention.ops.flashmla")
+    distributions = FlashMlaVllm.distributions
+
+
 class FlashAttention3(Peer[Problem]):
     """FlashAttention-3 with a separate q_v: RoPE as q and k, the latent part as q_v and v."""
 
@@ -234,7 +331,7 @@ class FlashAttention3(Peer[Problem]):
 
     def refuses(self, problem: Problem) -> str | None:
         """Only MLA's own widths."""
-        return _wrong_dimensions(problem, (torch.bfloat16, torch.float16))
+        return _wrong_rows(problem) or _wrong_dimensions(problem, (torch.bfloat16, torch.float16))
 
     def prepare(self, problem: Problem) -> Prepared:
         """Its scheduler is a kernel of its own."""
@@ -293,9 +390,18 @@ class FlashInfer(Peer[Problem]):
 
     def refuses(self, problem: Problem) -> str | None:
         """Only MLA's own widths; under a mask a head count that does not divide its tile can lose a key."""
+        if reason := self._wrong_cache(problem):
+            return reason
         if problem.case.causal and 128 % problem.case.h:
             return f"{problem.case.h} heads under a mask are not a power of two up to 128"
         return _wrong_dimensions(problem, (torch.bfloat16,))
+
+    def _wrong_cache(self, problem: Problem) -> str | None:
+        return _wrong_rows(problem)
+
+    def _cache(self, problem: Problem, wrapper: Any) -> tuple[torch.Tensor, Mapping[str, float]]:
+        """Give the cache as it takes it, and what a run says of it beside."""
+        return problem.kv_cache, {}
 
     def prepare(self, problem: Problem) -> Prepared:
         """It plans on the host."""
@@ -307,21 +413,23 @@ class FlashInfer(Peer[Problem]):
         lengths = torch.full((case.b,), case.s_k, dtype=torch.int32)
         numbers = problem.block_table[:, :pages].reshape(-1).contiguous()
         q_nope, q_pe = problem.parts
-        latent, rope = problem.kv_cache[..., :d_v], problem.kv_cache[..., d_v:]
         out = torch.empty_like(q_nope)
         workspace = torch.empty(256 << 20, dtype=torch.int8, device=device)
-        if "backend" in inspect.signature(self.module.BatchMLAPagedAttentionWrapper.__init__).parameters:
-            wrapper = self.module.BatchMLAPagedAttentionWrapper(workspace, backend="fa3")
+        kind = self.module.BatchMLAPagedAttentionWrapper
+        cache, options = self._cache(problem, kind)
+        latent, rope = cache[..., :d_v], cache[..., d_v:]
+        if "backend" in inspect.signature(kind.__init__).parameters:
+            wrapper = kind(workspace, backend="fa3")
             indices = [each.to(device) for each in (q_starts, kv_starts, numbers, lengths)]
             form = (*indices, case.h, d_v, problem.d_qk - d_v, page, case.causal, problem.softmax_scale)
-            plan: tuple[Any, ...] = (*form, problem.q.dtype, problem.kv_cache.dtype)
+            plan: tuple[Any, ...] = (*form, problem.q.dtype, cache.dtype)
         else:
-            wrapper = self.module.BatchMLAPagedAttentionWrapper(workspace)
+            wrapper = kind(workspace)
             plan = (q_starts, kv_starts, numbers, lengths, case.h, page, case.causal, problem.softmax_scale)
-            plan = (*plan, problem.kv_cache.dtype)
+            plan = (*plan, cache.dtype)
 
         def ready() -> torch.Tensor:
-            wrapper.run(q_nope, q_pe, latent, rope, out=out)
+            wrapper.run(q_nope, q_pe, latent, rope, out=out, **options)
             return problem.shaped(out)
 
         def anew() -> torch.Tensor:
@@ -330,6 +438,26 @@ class FlashInfer(Peer[Problem]):
 
         wrapper.plan(*plan)
         return Prepared(ready, anew, "host", "q in two contiguous parts")
+
+
+class FlashInferFp8(FlashInfer):
+    """The same with bf16 queries and an fp8 cache."""
+
+    name = "flashinfer_fp8kv"
+    title = "FlashInfer fa3, fp8 cache"
+    cosine_tolerance = _FP8_TOLERANCE
+
+    def _wrong_cache(self, problem: Problem) -> str | None:
+        return _no_fp8_rows(problem)
+
+    def _cache(self, problem: Problem, wrapper: Any) -> tuple[torch.Tensor, Mapping[str, float]]:
+        """Scales are numbers of the host."""
+        names = ("ckv_scale", "kpe_scale")
+        if not set(names) <= set(inspect.signature(wrapper.run).parameters):
+            raise PeerError("its run takes no scale of the cache")
+        assert problem.tensor_scale is not None
+        scale = float(problem.tensor_scale)
+        return problem.kv_cache.view(torch.float8_e4m3fn), dict.fromkeys(names, scale)
 
 
 class _Triton(Peer[Problem]):
@@ -483,5 +611,17 @@ class Torch(Peer[Problem]):
 
 
 PEERS: Mapping[str, type[Peer[Problem]]] = {
-    peer.name: peer for peer in (FlashMla, FlashMlaVllm, FlashAttention3, FlashInfer, TritonVllm, TritonSglang, Torch)
+    peer.name: peer
+    for peer in (
+        FlashMla,
+        FlashMlaVllm,
+        FlashAttention3,
+        FlashInfer,
+        TritonVllm,
+        TritonSglang,
+        Torch,
+        FlashMlaFp8,
+        FlashMlaVllmFp8,
+        FlashInferFp8,
+    )
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from mlaforge.bench.cases import ELEMENT_BYTES, Case
+from mlaforge.bench.cases import Case
 from mlaforge.bench.session import OURS
 from mlaforge.bench.svg import colours, dot, frame
 
@@ -88,18 +88,13 @@ def to_svg(result: Mapping[str, Any], mode: str = "burst") -> str | None:
 
 
 def _points(result: Mapping[str, Any], mode: str) -> Iterator[_Point]:
-    spec = result["spec"]
-    d_qk, d_v = spec["d_qk"], spec["d_v"]
-    # Results of before there were quantised caches do not say it.
-    row_bytes = spec.get("row_bytes", ELEMENT_BYTES * d_qk)
     for entry in result[mode]:
         case = Case(entry["b"], entry["s_k"], entry["h"], entry["s_q"])
-        intensity = case.flops(d_qk, d_v) / case.bytes(d_qk, d_v, row_bytes)
         # Ours last, on top of the others.
         for name, each in sorted(entry["kernels"].items(), key=lambda item: item[0] == OURS):
             if "TFLOPs" in each:
                 title = f"{name}\n{case}\n{each['TFLOPs']:.0f} TFLOP/s, {each['GBps']:,.0f} GB/s"
-                yield _Point(name, intensity, each["TFLOPs"], title)
+                yield _Point(name, 1e3 * each["TFLOPs"] / each["GBps"], each["TFLOPs"], title)
 
 
 def _ceilings(result: Mapping[str, Any]) -> tuple[float | None, float | None]:

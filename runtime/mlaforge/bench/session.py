@@ -20,6 +20,7 @@ import torch
 
 from mlaforge import __version__
 from mlaforge.bench.cases import (
+    ELEMENT_BYTES,
     MEMORY,
     PREFILL,
     Case,
@@ -30,13 +31,13 @@ from mlaforge.bench.cases import (
     affordable_repeats,
     geometric_mean,
 )
-from mlaforge.bench.inputs import Cached, make_cache, make_problem, our_call
+from mlaforge.bench.inputs import Cached, OurBf16, make_cache, make_problem, our_call
 from mlaforge.bench.machine import GEMM_FLOPS, EnergyTable, Machine, energy_json, measure_energy
 from mlaforge.bench.memory import copy_call, memory_call
 from mlaforge.bench.peers import PEERS, Peer, PeerError, Problem, ProblemT, Run, one_line
 from mlaforge.bench.power import Meter, Sustained, sustain
 from mlaforge.bench.prefill import FA3_NAMES, PREFILL_PEERS, Prefiller, PrefillProblem, make_prefill, prefill_call
-from mlaforge.bench.timing import Device, Launch, Timed, sleep
+from mlaforge.bench.timing import Device, Launch, Timed, Timing, sleep
 from mlaforge.memory_verify import MemoryKernelsOf
 from mlaforge.reference import cosine_difference
 from mlaforge.verify import Decoder
@@ -44,9 +45,9 @@ from mlaforge.verify import Decoder
 FORMAT = 1
 OURS = "mlaforge"
 COPY = "copy"
-"""What a kernel that moves data is compared with: torch's copy of as many bytes."""
-COSINE_TOLERANCE = 1e-4
-"""Two bf16 kernels differ by about 1e-6; a wrong page or a wrong scale gives more than 1e-2."""
+"""What a kernel that moves data is compared with: a copy of as many bytes by one of torch's."""
+BF16 = OurBf16.name
+"""Our own decode of a bf16 cache: no peer when it comes to the best of them."""
 
 _LEAST_SECONDS = 0.7
 _BIG_STREAM = 4 << 30
@@ -112,6 +113,7 @@ class Session:
         report: Callable[[str], None] = lambda line: None,
         advance: Callable[[str], None] = lambda what: None,
         save: Save = lambda result: None,
+        bf16: Decoder | None = None,
     ) -> None:
         """Prepare a run.
 
@@ -126,11 +128,13 @@ class Session:
             report: gets lines of text as results come.
             advance: is told before each step what it is; there are `steps` of them.
             save: gets the result after each case.
+            bf16: of a quantised cache, our kernels of the same dimensions with one of bf16, to be timed beside.
         """
         self.mla, self.device, self.options = mla, device, options
         self.machine, self.meter, self.predict = machine, meter, predict
         self._report, self._advance, self._save = report, advance, save
         self._start = time.perf_counter()
+        self._bf16 = bf16
         self._peers: dict[str, Peer[Problem]] = {}
         self._prefill_peers: dict[str, Peer[PrefillProblem]] = {}
         self.energy: EnergyTable | None = None
@@ -240,20 +244,19 @@ class Session:
 
     def _load_peers(self) -> None:
         """Import those of the kernels that are measured."""
+        chosen = self.options.peers
         if self.options.suites:
-            self._peers = self._load(PEERS, self.result["peers"], "")
+            peers: list[Peer[Problem]] = [] if self._bf16 is None else [OurBf16(self._bf16)]
+            peers += [PEERS[name]() for name in chosen if name in PEERS]
+            self._peers = self._load(peers, self.result["peers"], "")
         if self.options.prefill:
-            self._prefill_peers = self._load(PREFILL_PEERS, self.result["prefill_peers"], "prefill, ")
+            others = [PREFILL_PEERS[name]() for name in chosen if name in PREFILL_PEERS]
+            self._prefill_peers = self._load(others, self.result["prefill_peers"], "prefill, ")
         self._keep()
 
-    def _load(
-        self, kinds: Mapping[str, type[Peer[ProblemT]]], entries: dict[str, Any], kind: str
-    ) -> dict[str, Peer[ProblemT]]:
+    def _load(self, peers: Sequence[Peer[ProblemT]], entries: dict[str, Any], kind: str) -> dict[str, Peer[ProblemT]]:
         found = {}
-        for name in self.options.peers:
-            if name not in kinds:
-                continue
-            peer = kinds[name]()
+        for peer in peers:
             entry: dict[str, Any] = {"title": peer.title, "state": "ready", "reason": None, "version": None}
             try:
                 peer.load()
@@ -261,9 +264,9 @@ class Session:
                 entry |= {"state": "missing", "reason": str(error)}
             else:
                 entry["version"] = peer.version()
-                found[name] = peer
-            entries[name] = entry
-            self._report(f"{kind}{name}: {entry['reason'] or 'found'}")
+                found[peer.name] = peer
+            entries[peer.name] = entry
+            self._report(f"{kind}{peer.name}: {entry['reason'] or 'found'}")
         return found
 
     # ---- Ceilings ----------------------------------------------------------------------------------------------------
@@ -381,7 +384,7 @@ class Session:
             for kind, run, launch in kinds:
                 timed = self.device.prepare(run, launch)
                 cosine, largest = difference(self.device.result(timed), want)
-                if timed.launch == "graph" and not cosine < COSINE_TOLERANCE:
+                if timed.launch == "graph" and not cosine < peer.cosine_tolerance:
                     # Work on a stream of the peer's own is not captured; launched plainly it may be right.
                     timed = dataclasses.replace(self.device.prepare(run, "launches"), why="a captured graph is wrong")
                     cosine, largest = difference(self.device.result(timed), want)
@@ -392,7 +395,7 @@ class Session:
                 }
                 if timed.why and timed.launch == "launches":
                     said["note"] = "; ".join(filter(None, (said["note"], timed.why)))
-                if not cosine < COSINE_TOLERANCE:
+                if not cosine < peer.cosine_tolerance:
                     said[f"reason{suffix}"] = f"its result is not ours: 1 - cos {cosine:.1e}, largest {largest:.1e}"
                     break
                 calls[kind] = timed
@@ -408,44 +411,20 @@ class Session:
         self, entry: dict[str, Any], case: Case, ready: dict[str, Timed], anew: dict[str, Timed], begun: float
     ) -> None:
         """Time all calls in turn, then the same with planning in them."""
-        # One untimed round brings the clock up, and says how long a round takes.
-        start = time.perf_counter()
-        self.device.time(ready, 1)
-        self.device.time(anew, 1)
-        round_seconds = time.perf_counter() - start
-        repeats = self._affordable_repeats(round_seconds, start - begun)
-        sleep(self.options.rest)
-        self.device.time(ready, 1)
-        samples = self.device.time(ready, repeats)
-        sleep(self.options.rest)
-        samples_anew = self.device.time(anew, repeats)
-        entry["repeats"] = repeats
-        manifest = self.mla.manifest
+        samples, samples_anew = self._time([ready, anew], begun)
+        entry["repeats"] = len(samples[OURS])
         for name, times in samples.items():
             stats = Stats.of(times)
-            entry["kernels"][name] |= {
-                "us": dataclasses.asdict(stats),
-                "TFLOPs": case.flops(manifest.d_qk, manifest.d_v) / stats.median / 1e6,
-                "GBps": case.bytes(manifest.d_qk, manifest.d_v, manifest.cache.row_bytes) / stats.median / 1e3,
-            }
+            entry["kernels"][name] |= {"us": dataclasses.asdict(stats), **self._rates(name, case, stats.median)}
         for name, times in samples_anew.items():
             entry["kernels"][name]["us_anew"] = dataclasses.asdict(Stats.of(times))
 
-    def _affordable_repeats(self, round_seconds: float, overhead: float) -> int:
-        budget = self.options.budget
-        if budget is None:
-            return self.options.repeats
-        repeats = affordable_repeats(
-            self.options.repeats,
-            budget - (time.perf_counter() - self._start),
-            self._cases_left(),
-            round_seconds=round_seconds,
-            overhead=overhead,
-            rest=2 * self.options.rest,
-        )
-        if repeats < self.options.repeats:
-            self._report(f"  {repeats} instead of {self.options.repeats} repeats, to keep the budget")
-        return repeats
+    def _rates(self, name: str, case: Case, us: float) -> dict[str, float]:
+        """Give the work and the traffic of a call over its time."""
+        manifest = self.mla.manifest
+        widths = manifest.d_qk, manifest.d_v
+        row_bytes = ELEMENT_BYTES * manifest.d_qk if name == BF16 else manifest.cache.row_bytes
+        return {"TFLOPs": case.flops(*widths) / us / 1e6, "GBps": case.bytes(*widths, row_bytes) / us / 1e3}
 
     def _cases_left(self) -> int:
         done = sum(len(self.result[kind]) for kind in ("burst", "sustained", PREFILL, MEMORY))
@@ -453,15 +432,13 @@ class Session:
 
     def _sustained(self, entry: dict[str, Any], case: Case, ready: Mapping[str, Timed]) -> None:
         """Run each call for seconds."""
-        manifest = self.mla.manifest
         for number, (name, timed) in enumerate(ready.items()):
             seconds, heat = self._affordable_seconds(len(ready) - number, len(ready))
             held = sustain(self.device, timed, self.meter, seconds=seconds, heat=heat)
             joules = held.joules_per_call
             entry["kernels"][name] |= {
                 **_sustained_json(held),
-                "TFLOPs": case.flops(manifest.d_qk, manifest.d_v) / held.us / 1e6,
-                "GBps": case.bytes(manifest.d_qk, manifest.d_v, manifest.cache.row_bytes) / held.us / 1e3,
+                **self._rates(name, case, held.us),
                 "nJ_per_token": None if joules is None else 1e9 * joules / case.tokens,
             }
 
@@ -475,7 +452,7 @@ class Session:
         return max(seconds * share, _LEAST_SECONDS), max(heat * share, 0.3)
 
     def _compared(self, entry: Mapping[str, Any], case: Case, mode: str) -> dict[str, Any]:
-        """Compare ours with the best peer and with the ceiling."""
+        """Compare ours with the others, the best peer and the ceiling."""
         kernels: Mapping[str, Any] = entry["kernels"]
         made: dict[str, Any] = {}
         for key, suffix in (("us", ""), ("us_anew", "_anew")) if mode == "burst" else (("us", ""),):
@@ -486,9 +463,12 @@ class Session:
             }
             best, ratio = _against_best(times)
             made |= {f"best_peer{suffix}": best, f"ratio{suffix}": ratio}
+            if key == "us":
+                made["ratios"] = _against_each(times)
         if mode == "sustained":
             spent = {name: each["nJ_per_token"] for name, each in kernels.items() if each.get("nJ_per_token")}
             mine = spent.pop(OURS, None)
+            spent.pop(BF16, None)
             made["energy_ratio"] = mine / min(spent.values()) if mine and spent else None
         ceilings = self.result["ceilings"]
         if ceilings and mode == "burst":
@@ -527,6 +507,7 @@ class Session:
             "kernels": kernels,
             "best_peer": best,
             "ratio": ratio,
+            "ratios": _against_each(medians),
             "ratio_fa3": ratio_fa3,
             "of_gemm": kernels[OURS]["TFLOPs"] / gemm["TFLOPs"] if gemm else None,
         }
@@ -557,21 +538,24 @@ class Session:
         self, ready: Mapping[str, Timed], kernels: Mapping[str, dict[str, Any]], begun: float
     ) -> dict[str, float]:
         """Time the calls of a case and note their statistics; gives their medians."""
+        (samples,) = self._time([ready], begun)
+        stats = {name: Stats.of(times) for name, times in samples.items()}
+        for name, each in stats.items():
+            kernels[name]["us"] = dataclasses.asdict(each)
+        return {name: each.median for name, each in stats.items()}
+
+    def _time(self, groups: Sequence[Mapping[str, Timed]], begun: float) -> list[dict[str, list[float]]]:
         options = self.options
-        samples = time_in_turn(
+        return time_in_turn(
             self.device,
-            ready,
+            groups,
             options.repeats,
             begun=begun,
             deadline=None if options.budget is None else self._start + options.budget,
             cases_left=self._cases_left(),
             rest=options.rest,
-            report=self._report,
+            report=lambda line: self._report(f"  {line}"),
         )
-        stats = {name: Stats.of(times) for name, times in samples.items()}
-        for name, each in stats.items():
-            kernels[name]["us"] = dataclasses.asdict(each)
-        return {name: each.median for name, each in stats.items()}
 
 
 def _with_nan(made: torch.Tensor) -> str | None:
@@ -579,9 +563,14 @@ def _with_nan(made: torch.Tensor) -> str | None:
 
 
 def _against_best(times: Mapping[str, float]) -> tuple[str | None, float | None]:
-    """Give the fastest kernel besides ours, and its time over ours; None if there is no other."""
-    best = min((name for name in times if name != OURS), key=lambda name: times[name], default=None)
+    """Give the fastest peer, and its time over ours; None if there is no other."""
+    best = min((name for name in times if name not in (OURS, BF16)), key=lambda name: times[name], default=None)
     return best, None if best is None else times[best] / times[OURS]
+
+
+def _against_each(times: Mapping[str, float]) -> dict[str, float]:
+    """Give the time of each other kernel over ours."""
+    return {name: us / times[OURS] for name, us in times.items() if name != OURS}
 
 
 class _Fatal:
@@ -602,8 +591,8 @@ class _Fatal:
 
 
 def time_in_turn(
-    device: Device,
-    calls: Mapping[str, Timed],
+    device: Timing,
+    groups: Sequence[Mapping[str, Timed]],
     repeats: int,
     *,
     begun: float,
@@ -611,41 +600,51 @@ def time_in_turn(
     cases_left: int,
     rest: float,
     report: Callable[[str], None],
-) -> dict[str, list[float]]:
-    """Time calls in turn; one untimed round brings the clock up, and says how long a round takes.
+) -> list[dict[str, list[float]]]:
+    """Time the calls of each group in turn; an untimed round of all brings the clock up, and says how long it takes.
 
     Args:
         device: where they run.
-        calls: ready to be timed.
+        groups: calls that are ready to be timed; one group after the other, each after a rest and an untimed round.
         repeats: rounds, fewer if the deadline asks for it.
         begun: when the case began by `time.perf_counter`.
         deadline: when the whole run should end; None if there is no hurry.
         cases_left: this one among them.
-        rest: seconds without work before the rounds that count.
+        rest: seconds without work before the rounds of a group.
         report: is told if there are fewer rounds.
 
     Returns:
-        Of each call its times, microseconds.
+        Of each group the times of each call, microseconds.
 
     Raises:
         BenchError: a call can't be timed.
     """
     try:
         start = time.perf_counter()
-        device.time(calls, 1)
+        for calls in groups:
+            device.time(calls, 1)
         wanted = repeats
         if deadline is not None:
             now = time.perf_counter()
             repeats = affordable_repeats(
-                wanted, deadline - now, cases_left, round_seconds=now - start, overhead=start - begun, rest=rest
+                wanted,
+                deadline - now,
+                cases_left,
+                round_seconds=now - start,
+                overhead=start - begun,
+                rest=len(groups) * rest,
             )
             if repeats < wanted:
                 report(f"{repeats} instead of {wanted} repeats, to keep the budget")
-        sleep(rest)
-        device.time(calls, 1)
-        return device.time(calls, repeats)
+        made = []
+        for calls in groups:
+            sleep(rest)
+            device.time(calls, 1)
+            made.append(device.time(calls, repeats))
     except Exception as error:
-        raise BenchError(f"timing {', '.join(calls)}: {one_line(error)}") from error
+        names = dict.fromkeys(name for calls in groups for name in calls)
+        raise BenchError(f"timing {', '.join(names)}: {one_line(error)}") from error
+    return made
 
 
 def is_fatal(error: BaseException) -> bool:
@@ -736,7 +735,7 @@ def describe_other(suite: str, case: str, entry: Mapping[str, Any]) -> Iterator[
 
 
 def summarise(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Give geometric means of the ratios to the best peer of each point, and who won where.
+    """Give geometric means of the ratios to the best peer of each point and to each kernel, and who won where.
 
     Those of decode are by suite and rows, that of prefill is over all its cases; `memory` has shares of a copy's rate.
     """
@@ -776,4 +775,7 @@ def _group_summary(entries: Sequence[Mapping[str, Any]], mode: str) -> dict[str,
         "wins": sum(ratio >= 1 for ratio in ratios),
         "losses": sum(ratio < 1 for ratio in ratios),
     }
-    return made | {key: geometric_mean(values(key)) for key in _MEANS[mode]}
+    made |= {key: geometric_mean(values(key)) for key in _MEANS[mode]}
+    names = dict.fromkeys(name for entry in entries for name in entry["ratios"])
+    each = {name: [entry["ratios"][name] for entry in entries if name in entry["ratios"]] for name in names}
+    return made | {"ratios": {name: geometric_mean(of_kernel) for name, of_kernel in each.items()}}

@@ -15,6 +15,7 @@ import datetime
 import functools
 import itertools
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ from mlaforge.bench.inputs import random_pages
 from mlaforge.bench.peers import one_line
 from mlaforge.bench.session import BenchError, Save, is_fatal, time_in_turn
 from mlaforge.bench.timing import Device, Timed
+from mlaforge.bench.watchdog import PATIENCE, Watchdog, WatchedTiming
 
 FORMAT = 1
 
@@ -111,6 +113,8 @@ class Options:
     rest: float = 0.1
     """Seconds without work before each point."""
     seed: int = 0
+    patience: float = PATIENCE
+    """Seconds after which a way hangs, in a first run of a point or while it is timed."""
 
 
 def make_layer(mla: MLA, device: torch.device) -> MLAAttention:
@@ -148,6 +152,7 @@ class ThresholdTuning:
         report: Callable[[str], None] = lambda line: None,
         advance: Callable[[str], None] = lambda what: None,
         save: Save = lambda result: None,
+        abandon: Callable[[], None] = lambda: os._exit(1),
     ) -> None:
         """Prepare a run.
 
@@ -160,6 +165,7 @@ class ThresholdTuning:
             report: gets lines of text as results come.
             advance: is told before each point which one it is.
             save: gets the result after each point.
+            abandon: as in `Tuning`.
 
         Raises:
             ValueError: there is no prefill kernel, so that there is one way only.
@@ -169,6 +175,8 @@ class ThresholdTuning:
             raise ValueError(f"{manifest.name} has no prefill kernel: `mlaforge plan` says why")
         self.device, self.options = device, options
         self._report, self._advance, self._save = report, advance, save
+        self._abandon = abandon
+        self._watchdog = Watchdog(options.patience)
         self._start = time.perf_counter() if started is None else started
         torch.manual_seed(options.seed)
         self._layer = make_layer(mla, device.device)
@@ -203,7 +211,8 @@ class ThresholdTuning:
             KeyboardInterrupt: likewise.
         """
         try:
-            self._run()
+            with self._watchdog:
+                self._run()
         except BenchError as error:
             self._stop(str(error))
             raise
@@ -251,14 +260,14 @@ class ThresholdTuning:
         if reason := next((f"{name}: {call.why}" for name, call in calls.items() if call.launch != "graph"), None):
             self._fail(point, reason)
             return
-        before = self._difference(calls)
+        before = self._difference(point, calls)
         if not before <= MOST_DIFFERENCE:
             self._fail(point, f"the two results differ by {before:.2g} of a token's, allowed {MOST_DIFFERENCE:g}")
             return
         options = self.options
-        samples = time_in_turn(
-            self.device,
-            calls,
+        (samples,) = time_in_turn(
+            WatchedTiming(self.device, self._watchdog, functools.partial(self._hangs, point)),
+            [calls],
             options.repeats,
             begun=begun,
             deadline=None if options.budget is None else self._start + options.budget,
@@ -266,7 +275,7 @@ class ThresholdTuning:
             rest=options.rest,
             report=self._report,
         )
-        after = self._difference(calls)
+        after = self._difference(point, calls)
         if not after <= MOST_DIFFERENCE:
             self._fail(point, f"after they were timed the two results differ by {after:.2g} of a token's")
             return
@@ -297,14 +306,28 @@ class ThresholdTuning:
             batch = AttentionBatch.make(
                 layer.mla, [n] * b, [context] * b, table, prefill_absorption_threshold=threshold
             )
-            calls[name] = self.device.prepare(functools.partial(layer.attend, q, cache, batch, tensor_scale=scale))
+            with self._watchdog.watching(functools.partial(self._hangs, point, name)):
+                calls[name] = self.device.prepare(functools.partial(layer.attend, q, cache, batch, tensor_scale=scale))
         return calls
 
-    def _difference(self, calls: Mapping[str, Timed]) -> float:
+    def _difference(self, point: Point, calls: Mapping[str, Timed]) -> float:
         try:
-            return difference(*(self.device.result(calls[name]) for name in (ABSORBED, DECOMPRESSED)))
+            return difference(*(self._result(point, name, calls[name]) for name in (ABSORBED, DECOMPRESSED)))
         except Exception as error:
             raise BenchError(f"comparing {', '.join(calls)}: {one_line(error)}") from error
+
+    def _result(self, point: Point, name: str, call: Timed) -> torch.Tensor:
+        with self._watchdog.watching(functools.partial(self._hangs, point, name)):
+            return self.device.result(call)
+
+    def _hangs(self, point: Point, name: str | None) -> None:
+        """Say so, save what there is, and give up; another thread is at it meanwhile, and won't come back."""
+        reason = f"{name or 'one way'} hangs: it did not end within {self._watchdog.seconds:g} s"
+        try:
+            self._fail(point, reason)
+            self._stop(f"{point}: {reason}")
+        finally:
+            self._abandon()
 
     def _fail(self, point: Point, reason: str) -> None:
         self.result["failed"].append({**dataclasses.asdict(point), "reason": reason})

@@ -32,7 +32,14 @@ class Timed:
     """Why it is no graph."""
 
 
-class Device(Protocol):
+class Timing(Protocol):
+    """What times calls."""
+
+    def time(self, calls: Mapping[str, Timed], repeats: int) -> dict[str, list[float]]:
+        """Time calls in turn, `repeats` rounds; microseconds of each."""
+
+
+class Device(Timing, Protocol):
     """What a session needs of a GPU; a test may play it on a CPU."""
 
     device: torch.device
@@ -43,8 +50,8 @@ class Device(Protocol):
     def result(self, timed: Timed) -> torch.Tensor:
         """Give the result of a fresh run: what was there before is overwritten first."""
 
-    def time(self, calls: Mapping[str, Timed], repeats: int) -> dict[str, list[float]]:
-        """Time calls in turn, `repeats` rounds; microseconds of each."""
+    def unfinished(self) -> str | None:
+        """Name the call that `time` is waiting for; asked by another thread. None if none is known."""
 
     def stream(self, timed: Timed) -> Stream:
         """Give a stream of calls without a gap."""
@@ -80,6 +87,8 @@ class Gpu:
         self.l2_bytes = int(properties.L2_cache_size)
         size = max(256 << 20, 2 * self.l2_bytes)
         self._written, self._read = (torch.zeros(size // 4, device=device) for _ in range(2))
+        self._round: list[tuple[str, Any]] = []
+        self._enqueuing: str | None = None
 
     def prepare(self, run: Run, launch: Launch = "graph") -> Timed:
         """Run a call and capture it. Where the capture fails its plain launches are taken, and the reason kept."""
@@ -121,8 +130,9 @@ class Gpu:
         names = list(calls)
         for i in range(repeats):
             at = i % len(names)
+            self._round = []
             for name in names[at:] + names[:at]:
-                call = calls[name]
+                call, self._enqueuing = calls[name], name
                 begin, end = _event(), _event()
                 if call.launch == "launches":
                     # Launches one by one take the host longer than overwriting L2 does.
@@ -135,10 +145,16 @@ class Gpu:
                 call.run()
                 end.record()
                 events[name].append((begin, end))
+                self._round.append((name, end))
+            self._enqueuing = None
             torch.cuda.synchronize(self.device)
             # Without it a round of heavy calls would run into the power cap, and be no burst.
             time.sleep(_ROUND_PAUSE)
         return {name: [1e3 * begin.elapsed_time(end) for begin, end in pairs] for name, pairs in events.items()}
+
+    def unfinished(self) -> str | None:
+        """Name the first call of the round whose end the device has not reached, or else the one being enqueued."""
+        return next((name for name, end in self._round if not end.query()), self._enqueuing)
 
     def _flush(self) -> None:
         """Overwrite L2, then read as much again: no call pays for writing back what overwrote it.

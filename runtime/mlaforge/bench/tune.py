@@ -8,9 +8,12 @@ keeps what it has.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import functools
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +29,9 @@ from mlaforge.bench.inputs import Cached, OurCall, make_cache, make_problem, our
 from mlaforge.bench.peers import one_line
 from mlaforge.bench.session import BenchError, Save, is_fatal, time_in_turn
 from mlaforge.bench.timing import Device, Timed
+from mlaforge.bench.watchdog import PATIENCE, Watchdog, WatchedTiming
 from mlaforge.reference import decode_reference
-from mlaforge.verify import Decoder, Errors, Problem, check_output, random_problems, verify_problems
+from mlaforge.verify import Decoder, Errors, Problem, check_output, random_problems, run_problem, verify_by
 
 FORMAT = 1
 
@@ -71,6 +75,8 @@ class Options:
     max_tokens: int = 16_384
     """Cached tokens of such a problem."""
     seed: int = 0
+    patience: float = PATIENCE
+    """Seconds after which a candidate hangs, in a small problem, in a first run of a case, or while it is timed."""
 
 
 class Tuning:
@@ -88,6 +94,7 @@ class Tuning:
         report: Callable[[str], None] = lambda line: None,
         advance: Callable[[str], None] = lambda what: None,
         save: Save = lambda result: None,
+        abandon: Callable[[], None] = lambda: os._exit(1),
     ) -> None:
         """Prepare a run.
 
@@ -101,9 +108,13 @@ class Tuning:
             report: gets lines of text as results come.
             advance: is told before each step what it is; there are `steps` of them.
             save: gets the result after each case.
+            abandon: ends the process when a kernel hangs, called by another thread, for the one that runs is blocked
+                for good; the result is complete then, and saved.
         """
         self.device, self.options = device, options
         self._report, self._advance, self._save = report, advance, save
+        self._abandon = abandon
+        self._watchdog = Watchdog(options.patience)
         self._start = time.perf_counter() if started is None else started
         self._right = {each.label: each.mla for each in candidates if each.mla is not None}
         self._entries: dict[str, dict[str, Any]] = {
@@ -152,7 +163,8 @@ class Tuning:
             KeyboardInterrupt: likewise.
         """
         try:
-            self._run()
+            with self._watchdog:
+                self._run()
         except BenchError as error:
             self._stop(str(error))
             raise
@@ -195,7 +207,12 @@ class Tuning:
         """Run the small problems."""
         options = self.options
         problems = random_problems(mla.manifest, options.examples, options.seed, options.max_tokens)
-        report = verify_problems(mla, problems, device=self.device.device)
+
+        def run(problem: Problem) -> Errors:
+            with self._watching(label, problem, "a small problem"):
+                return run_problem(mla, problem, self.device.device)
+
+        report = verify_by(run, problems, None, self.device.device)
         for errors in report.worst.values():
             self._note(label, errors)
         if report.failure is None:
@@ -207,6 +224,19 @@ class Tuning:
         except Exception as error:
             raise BenchError(f"{label} broke the device: {one_line(error)}") from error
 
+    def _watching(self, label: str, problem: Problem, what: str) -> contextlib.AbstractContextManager[None]:
+        return self._watchdog.watching(functools.partial(self._hangs, label, problem, what))
+
+    def _hangs(self, label: str | None, problem: Problem, what: str) -> None:
+        """Say so, save what there is, and give up; another thread is at it meanwhile, and won't come back."""
+        reason = f"{what} did not end within {self._watchdog.seconds:g} s"
+        try:
+            if label is not None:
+                self._exclude(label, reason, problem, "hangs")
+            self._stop(f"{label or 'a candidate'} hangs: {reason}")
+        finally:
+            self._abandon()
+
     def _note(self, label: str, errors: Errors) -> None:
         """Keep the worst of what was seen of a candidate, JSON's way: without infinities."""
         entry = self._entries[label]
@@ -216,10 +246,10 @@ class Tuning:
             for name, value in worst.items()
         }
 
-    def _exclude(self, label: str, reason: str, problem: Problem) -> None:
+    def _exclude(self, label: str, reason: str, problem: Problem, state: str = "wrong") -> None:
         self._right.pop(label, None)
-        self._entries[label] |= {"state": "wrong", "reason": reason, "problem": str(problem)}
-        self._report(f"{label}: wrong, excluded: {reason}")
+        self._entries[label] |= {"state": state, "reason": reason, "problem": str(problem)}
+        self._report(f"{label}: {state}, excluded: {reason}")
 
     # ---- Cases -------------------------------------------------------------------------------------------------------
 
@@ -232,7 +262,7 @@ class Tuning:
         problem = make_problem(manifest, case, cached, self.options.seed)
         want = decode_reference(
             problem.q,
-            problem.kv_cache,
+            problem.elements(),
             problem.block_table,
             problem.cache_seqlens,
             d_v=problem.d_v,
@@ -247,7 +277,7 @@ class Tuning:
                 calls[label], timed[label] = call, ready
         if not timed:
             return
-        samples = self._time(timed, begun)
+        samples = self._time(timed, case, begun)
         for label, call in calls.items():
             self._accept(label, case, check_output(call.out, call.lse, *want), "after it was timed: ")
         kernels: dict[str, dict[str, Any]] = {}
@@ -273,12 +303,14 @@ class Tuning:
     def _prepared(self, label: str, case: Case, call: OurCall, want: tuple[torch.Tensor, torch.Tensor]) -> Timed | None:
         """Capture a call and judge what a replay gives; None, and the candidate excluded, if it is not right."""
         try:
-            timed = self.device.prepare(call.run)
+            with self._watching(label, _as_problem(case), str(case)):
+                timed = self.device.prepare(call.run)
             if timed.launch != "graph":
                 self._exclude(label, f"{case}: {timed.why}", _as_problem(case))
                 return None
-            call.lse.fill_(math.nan)
-            out = self.device.result(timed)
+            with self._watching(label, _as_problem(case), str(case)):
+                call.lse.fill_(math.nan)
+                out = self.device.result(timed)
         except Exception as error:
             if is_fatal(error):
                 raise BenchError(f"{label} broke the device, {case}: {one_line(error)}") from error
@@ -292,11 +324,11 @@ class Tuning:
             self._exclude(label, f"{case}, {when}{'; '.join(errors.failures)}", _as_problem(case))
         return errors.ok
 
-    def _time(self, calls: Mapping[str, Timed], begun: float) -> dict[str, list[float]]:
-        options = self.options
-        return time_in_turn(
-            self.device,
-            calls,
+    def _time(self, calls: Mapping[str, Timed], case: Case, begun: float) -> dict[str, list[float]]:
+        options, problem = self.options, _as_problem(case)
+        (samples,) = time_in_turn(
+            WatchedTiming(self.device, self._watchdog, lambda label: self._hangs(label, problem, str(case))),
+            [calls],
             options.repeats,
             begun=begun,
             deadline=None if options.budget is None else self._start + options.budget,
@@ -304,6 +336,7 @@ class Tuning:
             rest=options.rest,
             report=self._report,
         )
+        return samples
 
 
 def _as_problem(case: Case) -> Problem:

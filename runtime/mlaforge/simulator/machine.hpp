@@ -62,7 +62,7 @@ struct Dim3 {
 };
 
 constexpr int kWarp = 32;
-constexpr int kMaxBarriers = 64;
+constexpr int kMaxBarriers = 96;
 constexpr std::uint32_t kSharedBase = 1024;  // the hardware keeps the first KiB of the window for itself
 
 // ---- Vector clocks -----------------------------------------------------------------------------------------------

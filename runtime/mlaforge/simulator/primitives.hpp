@@ -224,6 +224,16 @@ template <class Element>
 uint32_t widen_high(uint32_t x) {
   return sim::widened(x, [x](int i) { return sim::widen(Element{}, static_cast<std::uint8_t>(x >> (16 + 8 * i))); });
 }
+inline void spread_e2m1(uint32_t x, uint32_t& even, uint32_t& odd) {
+  even = odd = 0;
+  for (int i = 0; i < 8; ++i) {
+    // A 64th of the value: sign and, below the exponent of 1, the number in steps of 2^-7 or a normal one.
+    constexpr std::uint8_t kCodes[8] = {0x00, 0x04, 0x08, 0x0c, 0x10, 0x14, 0x18, 0x1c};
+    const uint32_t code = x >> 4 * i & 15;
+    const uint32_t e4m3 = kCodes[code & 7] | (code & 8) << 4;
+    (i % 2 == 0 ? even : odd) |= e4m3 << 8 * (i / 2);
+  }
+}
 inline void widen_e2m1(uint32_t x, uint32_t (&r)[4]) {
   constexpr float kValues[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
   for (int pair = 0; pair < 4; ++pair) {
@@ -356,6 +366,10 @@ inline float load_shared_f32(smem_t a, Where where = Where::current()) { return 
 inline void store_shared_f32(smem_t a, float v, Where where = Where::current()) { sim::store_shared(a, v, where); }
 inline int32_t load_shared_s32(smem_t a, Where where = Where::current()) { return sim::load_shared<int32_t>(a, where); }
 inline void store_shared_s32(smem_t a, int32_t v, Where where = Where::current()) { sim::store_shared(a, v, where); }
+inline void load_shared_v2(smem_t a, float (&v)[2], Where where = Where::current()) {
+  if (a % 8 != 0) sim::machine->fail(where, "an access of 8 bytes off its border");
+  for (int i = 0; i < 2; ++i) v[i] = sim::load_shared<float>(a + 4 * i, where);
+}
 namespace sim {
 template <class T>
 void load_shared_v4(smem_t a, T (&v)[4], const Where& where) {
@@ -412,6 +426,9 @@ inline void store_global(int32_t* p, int32_t v, Where where = Where::current()) 
   sim::store_global<int32_t, 1>(p, &v, where);
 }
 inline void store_global(float* p, float v, Where where = Where::current()) { sim::store_global<float, 1>(p, &v, where); }
+inline void store_global(void* p, uint32_t x, Where where = Where::current()) {
+  sim::store_global<uint32_t, 1>(p, &x, where);
+}
 template <int Offset>
 void store_global_v2(float* p, float x, float y, Where where = Where::current()) {
   const float v[2] = {x, y};
