@@ -59,7 +59,7 @@ constexpr int kLines = kCodeLines + kRopeLines;
 constexpr int kScaleColumn = 256;
 constexpr int kScaleBytes = 16;  // of a token, padding included
 constexpr int kGroupSubtiles = 2;  // under a float32
-constexpr int kGroups = Config::kHeadDimV / 128;
+constexpr int kGroups = 4;
 constexpr int kOperands = 1;  // in a warpgroup's registers, of two products each
 constexpr int kSteps = (kCodeColumns + 31) / 32;  // that scores take, with two products each
 static_assert((kUnits + 1) / 2 * (kTokens / 16) % kOperands == 0, "operands take turns, from the first again in every tile");
@@ -217,6 +217,7 @@ MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk) {
 }
 // ---- Loaders -----------------------------------------------------------------------------------------------------
 
+// The pages of K, line by line, and their scales.
 MLAFORGE_DEVICE void load_tiles(smem_t base, const KvSource& kv, const TensorMap& scales_map, const RowTile<Config>& tile) {
   constexpr int kBoxes = kTokens / Config::kBoxTokens;
   Ring ring{kRing};
@@ -344,9 +345,10 @@ MLAFORGE_DEVICE float ratio(float from, float to) {
 
 // Scores are summed up in units of the scale of the columns at hand, and nothing is rounded: on the way from one such unit
 // to the next they are multiplied with a grade. A scale that is nothing beside the token's largest is taken for larger, as
-// is 0, so that no unit is too small. Behind the grades come the last unit and the largest scale. A warp does its 16 tokens.
-constexpr int kLastUnit = kGroups;
+// is 0, so that no unit is too small. In the place of the grade that nothing leads to stands the largest scale, behind the
+// last one the last unit. A warp does its 16 tokens.
 constexpr int kLargest = 0;
+constexpr int kLastUnit = kGroups;
 MLAFORGE_DEVICE smem_t grade_at(smem_t base, int group, int g) {
   return base + kOffsetGrades + (group * (kGroups + 1) + g) * (4 * kTokens);
 }
@@ -381,7 +383,7 @@ MLAFORGE_DEVICE void store_shares(smem_t base, int group, smem_t scales, int lef
   }
 }
 
-MLAFORGE_DEVICE TokenScales load_token_scales(smem_t base, int group, smem_t scales, int left) {
+MLAFORGE_DEVICE TokenScales load_token_scales(smem_t base, int group, const Stage& stage, int left) {
   TokenScales of;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -503,8 +505,8 @@ MLAFORGE_DEVICE void scale_scores(smem_t base, const TokenScales& of, float (&s)
 
 // ---- Values ------------------------------------------------------------------------------------------------------
 
-// The warp's columns of 16 tokens of V, transposed, as they lie there. A pair of
-// words is of 8 tokens each.
+// The warp's columns of 16 tokens of V, transposed, as they lie there: of each piece a word of the first 8 tokens and one of
+// the others.
 MLAFORGE_DEVICE void load_values(smem_t base, const Stage& stage, int k, uint32_t (&words)[Operand<Code>::kPieces<kUnits>][2]) {
   using Operand = Operand<Code>;
   constexpr int kPieces = Operand::kPieces<kUnits>;
@@ -532,8 +534,23 @@ MLAFORGE_DEVICE void load_value_shares(smem_t base, int buffer, int k, int unit,
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     float share[2];
-    load_shared_v2(shares_at(base, buffer, unit * 16 / (64 * kGroupSubtiles)) + 4 * (16 * k + 8 * e + 2 * (lane_id() & 3)), share);
+    const int token = 16 * k + 8 * e + 2 * (lane_id() & 3);
+    load_shared_v2(shares_at(base, buffer, unit / (4 * kGroupSubtiles)) + 4 * token, share);
     pair[e] = pack2<Fp16>(share[0], share[1]);
+  }
+}
+
+// O times a float32 for each of its rows.
+MLAFORGE_DEVICE void scale_output(smem_t factors, float (&acc)[kUnits][kRows / 2]) {
+#pragma unroll
+  for (int h = 0; h < kRows / 8; ++h) {
+    float factor[2];
+    load_shared_v2(pair_at(factors, h), factor);
+#pragma unroll
+    for (int c = 0; c < kUnits; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[c][4 * h + e] *= factor[e % 2];
+    }
   }
 }
 
@@ -551,16 +568,7 @@ MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Tur
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
-#pragma unroll
-    for (int h = 0; h < kRows / 8; ++h) {
-      float factor[2];
-      load_shared_v2(pair_at(factors_at(base, buffer), h), factor);
-#pragma unroll
-      for (int c = 0; c < kUnits; ++c) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc[c][4 * h + e] *= factor[e % 2];
-      }
-    }
+    scale_output(factors_at(base, buffer), acc);
   }
   const uint64_t p = wgmma_descriptor(p_at(base, buffer), 16, 1024);
 #pragma unroll
@@ -612,8 +620,8 @@ MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Tur
 // ---- Softmax -----------------------------------------------------------------------------------------------------
 
 // Scores, in the log2 domain, to probabilities in P, whose reference follows that of the tile before.
-MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const Stage& stage, int left, const TokenScales& of, const float (&s)[kRows / 2],
-                          float (&sum)[kRows / 4]) {
+MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const Stage& stage, int left, const TokenScales& of,
+                          const float (&s)[kRows / 2], float (&sum)[kRows / 4]) {
   const int before = tile == 0 ? kNoReference : group ^ 1;
   const int barrier = kGroupBarrier + group;
   // Since this warpgroup's last tile the other may have raised a reference.
@@ -657,14 +665,17 @@ MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const Stage& stage, 
         float top = fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]);
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
-        if (lane_id() < 4) store_shared_f32(maxima_at(base, group) + 4 * (group_warp() * kRows + accumulator_column(2 * h + e)), top);
+        if (lane_id() >= 4) continue;
+        store_shared_f32(maxima_at(base, group) + 4 * (group_warp() * kRows + accumulator_column(2 * h + e)), top);
       }
     }
     named_barrier_sync(barrier, 128);
     if (thread < kRows) {
       float seen = -infinity();
 #pragma unroll
-      for (int warp = 0; warp < 4; ++warp) seen = fmaxf(seen, load_shared_f32(maxima_at(base, group) + 4 * (warp * kRows + thread)));
+      for (int warp = 0; warp < 4; ++warp) {
+        seen = fmaxf(seen, load_shared_f32(maxima_at(base, group) + 4 * (warp * kRows + thread)));
+      }
       const float reference = load_shared_f32(references_at(base, before) + 4 * thread);
       const bool follows = seen > reference + kSlack;
       store_shared_f32(references_at(base, group) + 4 * thread, follows ? seen : reference);
@@ -752,16 +763,7 @@ MLAFORGE_DEVICE void store_partial(float* at, const float (&acc)[kUnits][kRows /
 // This warpgroup's columns of O, times the rows' factors. Leaves nothing of use in acc.
 MLAFORGE_DEVICE void store_values(smem_t base, int group, const RowTile<Config>& tile, const Output& o,
                                   int request, int slot, float (&acc)[kUnits][kRows / 2]) {
-#pragma unroll
-  for (int h = 0; h < kRows / 8; ++h) {
-    float factor[2];
-    load_shared_v2(pair_at(totals_at(base, group), h), factor);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-#pragma unroll
-      for (int c = 0; c < kUnits; ++c) acc[c][4 * h + e] *= factor[e % 2];
-    }
-  }
+  scale_output(totals_at(base, group), acc);
   const int column = late(Operand<Code>::pair_column(warp_id() * kUnits));
   if (slot < 0) {
 #pragma unroll
@@ -818,7 +820,6 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
       const int token = (item.first_block + i) * kTokens;
       float s[kRows / 2];
       float rope[kRows / 2];
-      TokenScales of;
       if (i < tiles) {
         Stage scores = values;
         if (i > 0) scores.skip_tile();
@@ -828,8 +829,7 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
         } else {
           wgmma_wait<0>();
           wgmma_fence_operand(s);
-          of = load_token_scales(base, group, scales_at(base, scores.scales.stage()), item.kv_end - token);
-          scale_scores(base, of, s);
+          scale_scores(base, load_token_scales(base, group, scores, item.kv_end - token), s);
           issue_rope(base, scores, s, true);
         }
       }
@@ -841,7 +841,7 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
       if (i >= tiles) break;
       wgmma_wait<0>();
       wgmma_fence_operand(s);
-      of = load_token_scales(base, group, scales_at(base, values.scales.stage()), item.kv_end - token);
+      const TokenScales of = load_token_scales(base, group, values, item.kv_end - token);
       if constexpr (kApart) {
         wgmma_fence_operand(rope);
         scale_scores(base, of, s);

@@ -192,6 +192,7 @@ MLAFORGE_DEVICE void walk_items(smem_t base, WorkWalker<Policy> walk) {
 }
 // ---- Loaders -----------------------------------------------------------------------------------------------------
 
+// The pages of K, line by line, and their scales.
 MLAFORGE_DEVICE void load_tiles(smem_t base, const KvSource& kv, const RowTile<Config>& tile) {
   constexpr int kBoxes = kTokens / Config::kBoxTokens;
   Ring ring{kRing};
@@ -288,6 +289,11 @@ struct TokenScales {
 };
 
 
+MLAFORGE_DEVICE TokenScales load_token_scales(smem_t base, int group, const Stage& stage, int left) {
+  TokenScales of;
+  return of;
+}
+
 // In the last block of a request what lies behind its tokens may be anything: the codes of V there become zeros, and so do
 // their scales. A warp does its 16 tokens, which no other reads before P is filled.
 MLAFORGE_DEVICE void clear_behind(smem_t base, const Stage& stage, int left) {
@@ -362,8 +368,8 @@ MLAFORGE_DEVICE void scale_scores(smem_t base, const TokenScales& of, float (&s)
 
 // ---- Values ------------------------------------------------------------------------------------------------------
 
-// The warp's columns of 16 tokens of V, transposed, as they lie there. A pair of
-// words is of 8 tokens each.
+// The warp's columns of 16 tokens of V, transposed, as they lie there: of each piece a word of the first 8 tokens and one of
+// the others.
 MLAFORGE_DEVICE void load_values(smem_t base, const Stage& stage, int k, uint32_t (&words)[Operand<Code>::kPieces<kUnits>][2]) {
   using Operand = Operand<Code>;
   constexpr int kPieces = Operand::kPieces<kUnits>;
@@ -388,6 +394,20 @@ MLAFORGE_DEVICE void load_values(smem_t base, const Stage& stage, int k, uint32_
 }
 
 
+// O times a float32 for each of its rows.
+MLAFORGE_DEVICE void scale_output(smem_t factors, float (&acc)[kUnits][kRows / 2]) {
+#pragma unroll
+  for (int h = 0; h < kRows / 8; ++h) {
+    float factor[2];
+    load_shared_v2(pair_at(factors, h), factor);
+#pragma unroll
+    for (int c = 0; c < kUnits; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[c][4 * h + e] *= factor[e % 2];
+    }
+  }
+}
+
 // O^T += V^T P^T of a tile, this warpgroup's columns of V, once its P is there; and gives the tile back. The operands take
 // turns from number `First` on.
 template <int First, Turns::Which P>
@@ -402,16 +422,7 @@ MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Tur
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
-#pragma unroll
-    for (int h = 0; h < kRows / 8; ++h) {
-      float factor[2];
-      load_shared_v2(pair_at(factors_at(base, buffer), h), factor);
-#pragma unroll
-      for (int c = 0; c < kUnits; ++c) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc[c][4 * h + e] *= factor[e % 2];
-      }
-    }
+    scale_output(factors_at(base, buffer), acc);
   }
   const uint64_t p = wgmma_descriptor(p_at(base, buffer), 16, 1024);
 #pragma unroll
@@ -457,8 +468,8 @@ MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Tur
 // ---- Softmax -----------------------------------------------------------------------------------------------------
 
 // Scores, in the log2 domain, to probabilities in P, whose reference follows that of the tile before.
-MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const TokenScales& of, const float (&s)[kRows / 2],
-                          float (&sum)[kRows / 4]) {
+MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const TokenScales& of,
+                          const float (&s)[kRows / 2], float (&sum)[kRows / 4]) {
   const int before = tile == 0 ? kNoReference : group ^ 1;
   const int barrier = kGroupBarrier + group;
   // Since this warpgroup's last tile the other may have raised a reference.
@@ -500,14 +511,17 @@ MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const TokenScales& o
         float top = fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]);
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
-        if (lane_id() < 4) store_shared_f32(maxima_at(base, group) + 4 * (group_warp() * kRows + accumulator_column(2 * h + e)), top);
+        if (lane_id() >= 4) continue;
+        store_shared_f32(maxima_at(base, group) + 4 * (group_warp() * kRows + accumulator_column(2 * h + e)), top);
       }
     }
     named_barrier_sync(barrier, 128);
     if (thread < kRows) {
       float seen = -infinity();
 #pragma unroll
-      for (int warp = 0; warp < 4; ++warp) seen = fmaxf(seen, load_shared_f32(maxima_at(base, group) + 4 * (warp * kRows + thread)));
+      for (int warp = 0; warp < 4; ++warp) {
+        seen = fmaxf(seen, load_shared_f32(maxima_at(base, group) + 4 * (warp * kRows + thread)));
+      }
       const float reference = load_shared_f32(references_at(base, before) + 4 * thread);
       const bool follows = seen > reference + kSlack;
       store_shared_f32(references_at(base, group) + 4 * thread, follows ? seen : reference);
@@ -595,16 +609,7 @@ MLAFORGE_DEVICE void store_partial(float* at, const float (&acc)[kUnits][kRows /
 // This warpgroup's columns of O, times the rows' factors. Leaves nothing of use in acc.
 MLAFORGE_DEVICE void store_values(smem_t base, int group, const RowTile<Config>& tile, const Output& o,
                                   int request, int slot, float (&acc)[kUnits][kRows / 2]) {
-#pragma unroll
-  for (int h = 0; h < kRows / 8; ++h) {
-    float factor[2];
-    load_shared_v2(pair_at(totals_at(base, group), h), factor);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-#pragma unroll
-      for (int c = 0; c < kUnits; ++c) acc[c][4 * h + e] *= factor[e % 2];
-    }
-  }
+  scale_output(totals_at(base, group), acc);
   const int column = late(Operand<Code>::pair_column(warp_id() * kUnits));
   if (slot < 0) {
 #pragma unroll
@@ -660,7 +665,6 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
     for (int i = group; tiles > 0; i += 2) {
       const int token = (item.first_block + i) * kTokens;
       float s[kRows / 2];
-      TokenScales of;
       if (i < tiles) {
         Stage scores = values;
         if (i > 0) scores.skip_tile();
@@ -674,6 +678,7 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
       if (i >= tiles) break;
       wgmma_wait<0>();
       wgmma_fence_operand(s);
+      const TokenScales of = load_token_scales(base, group, values, item.kv_end - token);
       scale_scores(base, of, s);
 #pragma unroll
       for (int e = 0; e < kRows / 2; ++e) s[e] *= scale_log2;

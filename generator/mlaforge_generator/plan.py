@@ -101,6 +101,8 @@ class CodedRow:
     """With padding; 0 if a row has none."""
     group: int
     """Elements of the latent under one of them."""
+    groups: int
+    """Float32 scales of a token, if its columns have several; else 1."""
     blocks: bool
     """They are e4m3, and elements of 16 bits hold their products with codes; else float32."""
     scale_stages: int
@@ -342,6 +344,7 @@ def coded_row(spec: Spec, tokens: int) -> CodedRow | None:
     rope = next((part for part in parts.values() if part.dtype == "bf16"), None)
     scales = parts.get("scales")
     scale_bytes = scales.padded_bytes if scales is not None else 0
+    group = scale_group(spec, layout)
     return CodedRow(
         format=layout.name,
         bytes=spec.row_bytes,
@@ -352,7 +355,8 @@ def coded_row(spec: Spec, tokens: int) -> CodedRow | None:
         rope_offset=rope.offset if rope is not None else 0,
         scale_offset=scales.offset if scales is not None else 0,
         scale_bytes=scale_bytes,
-        group=scale_group(spec, layout),
+        group=group,
+        groups=spec.d_v // group if layout.scales == "f32" else 1,
         blocks=layout.scales == "e4m3",
         scale_stages=_SCALE_STAGES if scale_bytes else 1,
         # A copy to shared memory begins at a multiple of 128 bytes.
@@ -836,11 +840,12 @@ def _coded_memory(
         size = tokens // _box_tokens(spec, tokens) * row.scale_box_bytes
         regions.place("scales", "kOffsetScales", size, f"of {row.scale_stages} tiles", row.scale_stages)
     regions.make_room(_merge_bytes(rows))
-    groups = _groups(spec, row)
-    if groups > 1:
-        size = (groups + 1) * tokens * 4
+    if row.groups > 1:
+        size = (row.groups + 1) * tokens * 4
         regions.place("grades", "kOffsetGrades", size, "float32 that lead from one scale of a token to the next", 2)
-        regions.place("shares", "kOffsetShares", groups * tokens * 4, "scales of the token's largest, beside a P", 2)
+        regions.place(
+            "shares", "kOffsetShares", row.groups * tokens * 4, "scales of the token's largest, beside a P", 2
+        )
     regions.place("references", "kOffsetReferences", rows * 4, "float32 beside a P, and of rows without a token", 3)
     regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled, beside a P", 2)
     regions.place("maxima", "kOffsetMaxima", 4 * rows * 4, "float32, of each warp, a warpgroup", 2)
@@ -872,11 +877,6 @@ def _coded_memory(
     )
 
 
-def _groups(spec: Spec, row: CodedRow) -> int:
-    """Count the float32 scales of a token; 1 where its columns share one or none."""
-    return spec.d_v // row.group if row.scale_bytes and not row.blocks else 1
-
-
 def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     """The same on quantised rows: the ring holds lines of them, and the warpgroups share O by columns of V."""
     row = coded_row(spec, tokens)
@@ -892,7 +892,7 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
         WarpRole("idle", 1, loader, "leaves at once; registers are given back by whole warpgroups"),
     )
     # O of 64 rows leaves registers for two operands and a sum of products, for one if the sum is scaled on the way.
-    operands = 4 if rows <= 32 else 2 if _groups(spec, row) == 1 else 1
+    operands = 4 if rows <= 32 else 2 if row.groups == 1 else 1
     sums = 2 if rows <= 32 and row.rope_lines else 1
     ring = row.lines * stages
     placed, mbarriers = _coded_memory(spec, row, rows, tokens, ring, roles)
