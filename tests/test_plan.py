@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -55,6 +56,12 @@ def barriers_expect_what_the_regions_hold(decode: DecodePlan, target: Target) ->
     tile = decode.tile
     held = {"full": ("K", "tile"), "q_full": ("Q",), "rope_full": ("rope",), "q_rope_full": ("Q rope",)}
     held |= {"scales_full": ("scales",)}
+    if tile.gathered:
+        # Threads arrive when their copies have landed: nobody counts bytes.
+        del held["full"], held["rope_full"]
+    threads = 32 if tile.gathered else 1
+    assert barriers["full"].arrivals == tile.loaders * threads
+    assert "rope_full" not in barriers or barriers["rope_full"].arrivals == threads
     for name, barrier in barriers.items():
         regions = [each for each in held.get(name, ()) if each in size]
         assert (barrier.bytes > 0) == bool(regions), name
@@ -87,6 +94,12 @@ def boxes_bring_whole_tiles(decode: DecodePlan, target: Target) -> None:
         assert all(1 <= extent <= 256 for extent in tensor_map.box)
         assert tensor_map.box[0] * ELEMENT_BYTES <= tensor_map.swizzle_bytes or tensor_map.swizzle_bytes == 0
 
+    assert ("kv_cache" in boxes) != tile.gathered
+    assert tile.gathered == (decode.page_size == 1 and decode.row is None)
+    assert tile.loaders == (1 if tile.box_tokens == tile.tokens or decode.row is not None else 2)
+    (loaders,) = (role.warps for role in decode.roles if re.match("tile loader|producer", role.name))
+    assert loaders == tile.loaders
+
     def size(tensor: str) -> int:
         return boxes[tensor][0] * boxes[tensor][1] * ELEMENT_BYTES
 
@@ -96,7 +109,7 @@ def boxes_bring_whole_tiles(decode: DecodePlan, target: Target) -> None:
     boxes_of_tile = tile.tokens // tile.box_tokens
     lines = tile.subtiles if decode.row is None else decode.row.lines
     brought = bytes_of("full", "rope_full") * (lines if tile.ring_subtiles else 1)
-    assert boxes_of_tile * lines * size("kv_cache") == brought
+    assert brought == (0 if tile.gathered else boxes_of_tile * lines * size("kv_cache"))
     if decode.row is not None:
         row = decode.row
         assert ("scales" in boxes) == (row.scale_bytes > 0)
@@ -108,7 +121,7 @@ def boxes_bring_whole_tiles(decode: DecodePlan, target: Target) -> None:
     # Q comes by barriers of its own, or the columns of V as a tile.
     if "q_full" in barriers:
         assert tile.subtiles * size("q") == bytes_of("q_full")
-    else:
+    elif not tile.gathered:
         assert tile.subtiles * size("q") == bytes_of("full", "q_rope_full")
 
 
@@ -180,6 +193,21 @@ def test_invariants_of_the_shipped_specs(name: str, invariant: Callable[[Plan], 
     invariant(make_plan(load_spec(find_spec(name))))
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize("schedule", ["auto", "plain", "swapped"])
+def test_how_tiles_are_brought_follows_from_the_pages(schedule: str, page_size: int) -> None:
+    tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
+    tree["cache"]["page_size"] = page_size
+    tree["kernels"]["decode"]["schedule"] = schedule
+    plan = make_plan(Spec.model_validate(tree))
+    for invariant in INVARIANTS:
+        invariant(plan)
+    assert {each.tile.gathered for each in plan.decodes} == {page_size == 1}
+    (choice,) = (each for each in plan.choices if each.field == "decode loader")
+    assert choice.value.startswith("1 warp" if page_size >= 64 else "2 warps")
+    assert ("TMA" in choice.value) == (page_size > 1)
+
+
 @given(specs())
 def test_as_many_stages_as_fit_and_not_one_more(spec: Spec) -> None:
     stages = make_plan(spec).decode.tile.stages
@@ -221,6 +249,18 @@ def test_a_quantised_cache_has_the_swapped_kernels(dtype: str) -> None:
     choices = {choice.field: choice for choice in plan.choices}
     assert choices["kernels.decode.schedule"].value == "swapped"
     assert "registers" in choices["kernels.decode.schedule"].why
+
+
+@pytest.mark.parametrize(("page_size", "why"), [(1, "issues 64 boxes"), (16, "issues 4 boxes"), (64, "so one box")])
+def test_one_warp_brings_quantised_rows_whatever_the_pages(page_size: int, why: str) -> None:
+    tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
+    tree["cache"] = {"dtype": "fp8_e4m3", "page_size": page_size}
+    plan = make_plan(Spec.model_validate(tree))
+    for invariant in INVARIANTS:
+        invariant(plan)
+    assert {(each.tile.loaders, each.tile.gathered) for each in plan.decodes} == {(1, False)}
+    (choice,) = (each for each in plan.choices if each.field == "decode loader")
+    assert choice.value == "1 warp, TMA" and why in choice.why
 
 
 @pytest.mark.parametrize(

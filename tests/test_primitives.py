@@ -24,6 +24,7 @@ from mlaforge.formats import decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3
 from mlaforge.launch import Cuda, CudaKernel, DefinedTensor, LaunchTensor, TensorMapShape
 from mlaforge.manifest import Parameter
 from mlaforge.simulator import MODES, SimulatedKernel, SimulationError, Simulator, SimulatorOptions
+from mutants import VARIABLE, Mutation, switch_in
 
 ROOT = Path(__file__).parents[1]
 KERNELS = sorted(path.name for path in (ROOT / "tests" / "primitives").glob("*.cu"))
@@ -167,6 +168,7 @@ INSTRUCTIONS = {
     "ldmatrix.cu": {"LDSM"},
     "bulk_load.cu": {"UBLKCP"},
     "bulk_store.cu": {"UBLKCP", "UTMACMDFLUSH", "DEPBAR"},
+    "copy_async.cu": {"LDGSTS", "ARRIVES", "LDGDEPBAR", "DEPBAR"},
     "tma_store.cu": {"UTMASTG"},
     "atomics.cu": {"ATOMG", "MEMBAR"},
     "cluster.cu": {"UCGABAR_ARV", "UCGABAR_WAIT"},
@@ -504,6 +506,29 @@ def run_bulk_load(machine: Machine) -> None:
 
 def test_bulk_load(machine: Machine) -> None:
     run_bulk_load(machine)
+
+
+def run_copy_async(machine: Machine) -> None:
+    rounds, pieces = 7, 64
+    x = numbers(500, 4)
+    source = torch.randint(0, 500, (rounds, pieces), dtype=torch.int32)
+    target = torch.stack([torch.randperm(pieces) for _ in range(rounds)]).to(torch.int32)
+    out, own = machine.run(
+        "copy_async.cu",
+        "copy_async_pieces",
+        inputs=[x, source, target],
+        outputs=[blank(rounds, pieces, 4), blank(32, 4)],
+        scalars=[rounds],
+        threads=64,
+        smem=2 * 16 * pieces + 512 + 32,
+    )
+    assert torch.equal(own, x[:32])
+    for got, places, rows in zip(out, target, source, strict=True):
+        assert torch.equal(got[places], x[rows])
+
+
+def test_copy_async(machine: Machine) -> None:
+    run_copy_async(machine)
 
 
 def run_bulk_store(machine: Machine) -> None:
@@ -1307,14 +1332,10 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_simulator_finds(fault: Fault, tmp_path: Path) -> None:
-    shutil.copytree(folder(), tmp_path, dirs_exist_ok=True)
-    text = (tmp_path / fault.source).read_text()
-    assert fault.old in text
-    (tmp_path / fault.source).write_text(text.replace(fault.old, fault.new, 1))
+def require_found(fault: Fault, sources: Path) -> None:
+    """Run a folder's kernel with the fault in it under all schedules, or until the report is there."""
     simulator = Simulator()
-    machine = Machine(simulator, torch.device("cpu"), sources=tmp_path)
+    machine = Machine(simulator, torch.device("cpu"), sources=sources)
     place = rf"^{re.escape(fault.reported_in or fault.source)}:\d+: block \(\d+, 0, 0\), warp \d+, thread \d+: "
     found, others = 0, []
     schedules = list(itertools.product(range(4), MODES))
@@ -1333,3 +1354,90 @@ def test_simulator_finds(fault: Fault, tmp_path: Path) -> None:
         except AssertionError:
             others.append("a wrong result")
     assert found == len(schedules), f"found in {found} of {len(schedules)} runs; in the others: {others}"
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_simulator_finds(fault: Fault, tmp_path: Path) -> None:
+    shutil.copytree(folder(), tmp_path, dirs_exist_ok=True)
+    text = (tmp_path / fault.source).read_text()
+    assert fault.old in text
+    (tmp_path / fault.source).write_text(text.replace(fault.old, fault.new, 1))
+    require_found(fault, tmp_path)
+
+
+# In one text, each behind a switch: mutants.py.
+COPY_FAULTS = (
+    Fault(
+        "no fence between a thread's copies and a bulk store of what they wrote",
+        "copy_async.cu",
+        run_copy_async,
+        "fence_proxy_async();",
+        "",
+        "write by an asynchronous copy of thread .*no fence.proxy.async",
+        always=True,
+    ),
+    Fault(
+        "copies of threads are not waited for",
+        "copy_async.cu",
+        run_copy_async,
+        "mbarrier_wait(full, phase);",
+        "",
+        "race.*an asynchronous copy of thread|uninitialised",
+    ),
+    Fault(
+        "copies of threads into a buffer that is still being read",
+        "copy_async.cu",
+        run_copy_async,
+        "mbarrier_wait(empty, phase ^ 1);",
+        "",
+        "race.*an asynchronous copy of thread",
+    ),
+    Fault(
+        "a thread reads before its own copy has landed",
+        "copy_async.cu",
+        run_copy_async,
+        "copy_async_wait();",
+        "",
+        "race.*an asynchronous copy of thread|uninitialised",
+    ),
+    Fault(
+        "a thread ends before its copies have landed",
+        "copy_async.cu",
+        run_copy_async,
+        "copy_async_wait();",
+        "return;",
+        "a thread ends with asynchronous copies that it has not waited for",
+        always=True,
+    ),
+    Fault(
+        "a thread's copy of what nobody has written",
+        "copy_async.cu",
+        run_copy_async,
+        "copy_async_16(mine, in + 4 * t);",
+        "copy_async_16(mine, own + 4 * t);",
+        "this load reads .* copies uninitialised bytes of tensor 4",
+        always=True,
+    ),
+    Fault(
+        "a thread's copy off 16 bytes",
+        "copy_async.cu",
+        run_copy_async,
+        "in + 4 * load_global(from + piece)",
+        "in + 4 * load_global(from + piece) + 2",
+        "copy of 16 bytes from .* no multiples of 16",
+        always=True,
+    ),
+)
+
+
+@pytest.fixture(scope="session")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sources = shutil.copytree(folder(), tmp_path_factory.mktemp("copies") / "primitives")
+    switch_in(sources, [Mutation(each.name, each.old, each.new, each.finds, each.source) for each in COPY_FAULTS])
+    return sources
+
+
+@pytest.mark.parametrize("number", range(len(COPY_FAULTS)), ids=[fault.name for fault in COPY_FAULTS])
+def test_simulator_finds_in_copies_by_threads(number: int, copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(number))
+    require_found(COPY_FAULTS[number], copies)

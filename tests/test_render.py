@@ -103,10 +103,12 @@ def test_the_same_bytes_in_any_process(tmp_path: Path) -> None:
 UNDEFINED = (jinja2.UndefinedError, TypeError)
 
 
-def plain_plan() -> Plan:
-    tree = plan_of().spec.model_dump(exclude_none=True)
-    tree["kernels"]["decode"]["schedule"] = "plain"
-    return make_plan(Spec.model_validate(tree))
+def every_loader(schedule: str, name: str = "deepseek_v3") -> list[DecodePlan]:
+    """Give a schedule's kernels for pages that hold a tile, that hold parts of it, and of a token."""
+    tree = plan_of(name).spec.model_dump(exclude_none=True)
+    tree["kernels"]["decode"]["schedule"] = schedule
+    pages = (64, 16, 1)
+    return [make_plan(Spec.model_validate({**tree, "cache": {"page_size": each}})).decode for each in pages]
 
 
 QUANTISED = ("fp8_ds_mla", "nvfp4")
@@ -116,9 +118,9 @@ QUANTISED = ("fp8_ds_mla", "nvfp4")
 @pytest.mark.parametrize(
     "choose",
     [
-        lambda: [plan_of("deepseek_v3").decode, plan_of("mistral_small_4").decode],
-        lambda: [plain_plan().decode],
-        lambda: [plan_of().narrow_decodes[0]],
+        lambda: [*every_loader("skewed"), plan_of("mistral_small_4").decode],
+        lambda: every_loader("plain"),
+        lambda: every_loader("swapped"),
         *(lambda i=i: [plan_of(name).kernels[i] for name in ("deepseek_v3", "glm_5")] for i in range(len(PLANNERS))),
         *(lambda i=i: [plan_of(f"deepseek_v3_{name}").kernels[i] for name in QUANTISED] for i in range(2)),
     ],

@@ -220,6 +220,13 @@ MLAFORGE_DEVICE int late(int x) {
   return x;
 }
 
+// `stride` bytes behind p for each of `count`: one instruction, which the compiler neither takes apart nor works out ahead.
+MLAFORGE_DEVICE const unsigned char* strided(const unsigned char* p, int count, int stride) {
+  const unsigned char* r;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(r) : "r"(count), "r"(stride), "l"(p));
+  return r;
+}
+
 // Whether any lane of the warp brings true. Every lane takes part.
 MLAFORGE_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
 
@@ -558,6 +565,24 @@ template <int Pending>
 MLAFORGE_DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
 }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Copies by single threads, of 16 bytes each. Unlike TMA they write by the generic proxy: whoever has waited for them needs
+// fence_proxy_async() before TMA or WGMMA touch what they wrote.
+
+// `dst` and `src` are multiples of 16.
+// Without a cache policy: of an address in a uniform register and a policy ptxas 13.0 makes an LDGSTS that is none.
+MLAFORGE_DEVICE void copy_async_16(smem_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
+
+// One of the arrivals that `bar` counts, as soon as all copies that this thread has started so far have landed.
+MLAFORGE_DEVICE void copy_async_arrive(smem_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+// Waits until they have landed; a thread must not end before.
+MLAFORGE_DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Clusters: blocks that run at the same time and reach each other's shared memory.

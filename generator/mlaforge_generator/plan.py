@@ -33,6 +33,10 @@ MAX_PARTS = 144
 """Parts of the grid, kMaxSplits of splits.cuh; no Hopper GPU has more SMs."""
 MAX_STAGES = 6
 """More stages than this were never needed to keep the memory busy."""
+SHARING_LOADERS = 2
+"""Warps that share a tile's copies where there are more than one for each of its subtiles."""
+GATHERED_PAGE_SIZES = (1,)
+"""Pages for which TMA is too slow however many warps issue it; the code for threads has one token in a page."""
 D_V_CHOICES = (128, 256, 384, 512)
 """Widths of V whose halves are multiples of a subtile and a WGMMA shape."""
 
@@ -65,6 +69,10 @@ class Tile:
     """One buffer is the second of either, P or the columns behind V, as the kernel chooses."""
     strip: int = 0
     """Columns of O that the warpgroup of the scores accumulates, the last ones, where the rest has one of its own."""
+    loaders: int = 1
+    """Warps that bring a tile of K, or, in the skewed schedule, its columns of V."""
+    gathered: bool = False
+    """Their threads copy the tokens, each from a page of its own, instead of TMA."""
     ring_subtiles: int = 0
     """Subtiles of K in shared memory, where each is loaded and given back by itself; `stages` whole tiles of them."""
     operands: int = 0
@@ -258,6 +266,7 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
         why = f"as many tiles as fit in {target.smem_per_block:,} B, at most {MAX_STAGES}"
         stages_of_all = ", ".join(str(each.tile.stages) for each in (decode, *reversed(narrow)))
         choices.append(Choice("kernels.decode.stages", stages_of_all, why))
+    choices.append(_loader_choice(spec, tokens))
     return (*narrow, decode), choices
 
 
@@ -282,8 +291,9 @@ def _decode(spec: Spec, target: Target, name: str, schedule: str, rows: int, tok
     dims = (columns, "page_size", "kv_heads", "num_blocks")
     maps = [
         TensorMap("q_map", "q", ("d_qk", "s_q x heads_per_kv", "kv_heads", "b"), (64, rows, 1, 1), 128),
-        TensorMap("kv_map", "kv_cache", dims, (64, chosen.tile.box_tokens, 1, 1), 128),
     ]
+    if not chosen.tile.gathered:
+        maps.append(TensorMap("kv_map", "kv_cache", dims, (64, chosen.tile.box_tokens, 1, 1), 128))
     if row is not None and row.scale_bytes:
         box = (row.scale_bytes // ELEMENT_BYTES, chosen.tile.box_tokens, 1, 1)
         maps.append(TensorMap("scales_map", "scales", dims, box, 0))
@@ -311,7 +321,11 @@ def _decode(spec: Spec, target: Target, name: str, schedule: str, rows: int, tok
         ),
         schedule=SchedulePolicy(fixed_overhead_blocks=5, snap_blocks=1, min_part_blocks=1),
         max_parts=MAX_PARTS,
-        parameters=(*_DECODE_PARAMETERS, *tensor_scale(spec.layout)),
+        parameters=(
+            *(_CACHE_PARAMETERS if chosen.tile.gathered else ()),
+            *_DECODE_PARAMETERS,
+            *tensor_scale(spec.layout),
+        ),
         row=row,
     )
 
@@ -353,6 +367,12 @@ def coded_row(spec: Spec, tokens: int) -> CodedRow | None:
     )
 
 
+_CACHE_PARAMETERS = (
+    Parameter("kv_cache", "const void*"),
+    Parameter("kv_stride_page", "int"),
+    Parameter("kv_stride_head", "long long"),
+)
+"""Where threads copy tokens, in place of a tensor map; strides in bytes."""
 _OUT_STRIDES = tuple(Parameter(f"out_stride_{dim}", "long long") for dim in "bsh")
 _DECODE_PARAMETERS = (
     Parameter("block_table", "const int*"),
@@ -384,6 +404,52 @@ def _rope_subtiles(spec: Spec) -> int:
 
 def _box_tokens(spec: Spec, tokens: int) -> int:
     return min(spec.cache.page_size, tokens)
+
+
+def _gathered(spec: Spec) -> bool:
+    return spec.layout is None and spec.cache.page_size in GATHERED_PAGE_SIZES
+
+
+def _loaders(spec: Spec, tokens: int) -> int:
+    """Give the warps that bring a tile."""
+    return SHARING_LOADERS if spec.layout is None and _box_tokens(spec, tokens) < tokens else 1
+
+
+def _tile_role(name: str, spec: Spec, tokens: int, registers: int, brings: str, shared: str) -> WarpRole:
+    """Give the role of those warps.
+
+    Args:
+        name: of one of them; more are in the plural.
+        spec: the spec.
+        tokens: of a tile.
+        registers: of a thread.
+        brings: what they bring by TMA.
+        shared: what they bring where threads copy it.
+    """
+    loaders = _loaders(spec, tokens)
+    what = f"copies of 16 bytes: {shared}" if _gathered(spec) else f"TMA of {brings}"
+    return WarpRole(name + "s" * (loaders > 1), loaders, registers, what)
+
+
+def _landed_by(spec: Spec, name: str, count: int, warps: int, size: int, what: str) -> Mbarrier:
+    """Give the barriers that end when what `warps` warps copy of K has landed, `size` bytes."""
+    if _gathered(spec):
+        return Mbarrier(name, count, 32 * warps, 0, f"{what}, copied by {32 * warps} threads")
+    return Mbarrier(name, count, warps, size, what)
+
+
+def _loader_choice(spec: Spec, tokens: int) -> Choice:
+    """Say how tiles of K are brought, and why."""
+    boxes, loaders = tokens // _box_tokens(spec, tokens), _loaders(spec, tokens)
+    if _gathered(spec):
+        why = f"a TMA box holds no more than a page: {boxes} boxes for each 128-byte column of a tile take too long"
+        return Choice("decode loader", f"{loaders} warps, copies of 16 bytes by threads", why)
+    if loaders > 1:
+        return Choice("decode loader", f"{loaders} warps, TMA", f"they share the {boxes} boxes of a column of a tile")
+    if boxes > 1:
+        why = f"the loader of quantised rows; it issues {boxes} boxes for each 128-byte column of a tile"
+        return Choice("decode loader", "1 warp, TMA", why)
+    return Choice("decode loader", "1 warp, TMA", "a page holds a tile, so one box brings each of its columns")
 
 
 def _shape_problems(spec: Spec) -> list[Problem]:
@@ -488,9 +554,9 @@ def _plain(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     # Warpgroups trade registers in multiples of 8; three of them share an SM's file, which the launch splits evenly.
     # With 40 and 232 NVRTC 13.5 spills in the producer, with these neither it nor 13.0 anywhere.
     producer, consumer = 56, 224
-    subtiles = _subtiles(spec)
+    subtiles, loaders = _subtiles(spec), _loaders(spec, tokens)
     mbarriers: tuple[Mbarrier, ...] = (
-        Mbarrier("full", stages, 1, subtiles * tokens * LINE, "a tile of K has landed"),
+        _landed_by(spec, "full", stages, loaders, subtiles * tokens * LINE, "a tile of K has landed"),
         Mbarrier("empty", stages, 8, 0, "the 8 consumer warps have read it"),
         Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
         Mbarrier("q_empty", 1, 4, 0, "the 4 warps that read Q have finished with it"),
@@ -501,8 +567,8 @@ def _plain(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     roles = (
         WarpRole("warpgroup 0", 4, consumer, "S = Q K^T, softmax, left half of O += P V"),
         WarpRole("warpgroup 1", 4, consumer, "right half of O += P V"),
-        WarpRole("producer", 1, producer, "TMA of Q and K"),
-        WarpRole("idle", 3, producer, "leave at once; registers are given back by whole warpgroups"),
+        _tile_role("producer", spec, tokens, producer, "Q and K", "K; the first of them TMA of Q"),
+        WarpRole("idle", 4 - loaders, producer, "leave at once; registers are given back by whole warpgroups"),
     )
     regions = _Regions()
     regions.place("Q", "kOffsetQ", subtiles * rows * LINE, f"{rows} rows x {subtiles} subtiles")
@@ -516,7 +582,17 @@ def _plain(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
     placed, mbarriers = regions.finish(mbarriers, roles)
     return _Arrangement(
-        tile=Tile(rows, tokens, stages, subtiles, _rope_subtiles(spec), _box_tokens(spec, tokens), rope_stages=stages),
+        tile=Tile(
+            rows,
+            tokens,
+            stages,
+            subtiles,
+            _rope_subtiles(spec),
+            _box_tokens(spec, tokens),
+            rope_stages=stages,
+            loaders=loaders,
+            gathered=_gathered(spec),
+        ),
         regions=placed,
         mbarriers=mbarriers,
         named_barriers=(
@@ -555,29 +631,46 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
     loaders, scores, values = (24, 240, 240) if strip else (56, 216, 232)
     readers = 2 if strip else 1
     subtiles_v, subtiles_rope = spec.d_v // SUBTILE_COLUMNS, _rope_subtiles(spec)
+    tile_loaders = _loaders(spec, tokens)
+    readers_of_items = tile_loaders + (1 if subtiles_rope else 0)
     ropes = (
-        Mbarrier("rope_full", rope_stages, 1, subtiles_rope * tokens * LINE, "a tile's columns behind V have landed"),
+        _landed_by(
+            spec, "rope_full", rope_stages, 1, subtiles_rope * tokens * LINE, "a tile's columns behind V have landed"
+        ),
         Mbarrier("rope_empty", rope_stages, 4, 0, "the 4 warps of the scores have read them"),
         Mbarrier("q_rope_full", 1, 1, subtiles_rope * rows * LINE, "those of Q have landed"),
         Mbarrier("q_rope_empty", 1, 4, 0, "the item's last scores are done"),
     )
     mbarriers: tuple[Mbarrier, ...] = (
-        Mbarrier("full", stages, 1, subtiles_v * tokens * LINE, "a tile, of K or of Q, has landed"),
+        _landed_by(spec, "full", stages, tile_loaders, subtiles_v * tokens * LINE, "a tile, of K or of Q, has landed"),
         Mbarrier("empty", stages, 4 * readers, 0, f"the {4 * readers} warps that multiply with it have read it"),
         *(ropes if subtiles_rope else ()),
         Mbarrier("filled", exchanges, 128, 0, "the scores' warpgroup has handed over P and the row factors of a tile"),
         Mbarrier("drained", exchanges, 128, 0, "the values' has read them"),
         Mbarrier("item_full", items, 1, 0, "the walker has written an item"),
-        Mbarrier("item_empty", items, 2 * 128 + (64 if subtiles_rope else 32), 0, "the other roles are done with it"),
+        Mbarrier("item_empty", items, 2 * 128 + 32 * readers_of_items, 0, "the other roles are done with it"),
         _LANDED,
     )
+    idle = (WarpRole("idle", 1, loaders, "leaves at once; registers are given back by whole warpgroups"),)
     roles = (
         WarpRole("scores", 4, scores, "S = Q K^T, softmax" + (", the last columns of O += P V" if strip else "")),
         WarpRole("values", 4, values, "the other columns of O += P V" if strip else "O += P V"),
-        WarpRole("tile loader", 1, loaders, "TMA of Q and K, the columns of V"),
-        WarpRole("rope loader" if subtiles_rope else "idle", 1, loaders, "TMA of Q and K, the columns behind V"),
+        _tile_role(
+            "tile loader",
+            spec,
+            tokens,
+            loaders,
+            "Q and K, the columns of V",
+            "K, the columns of V; the first of them TMA of Q",
+        ),
+        WarpRole(
+            "rope loader" if subtiles_rope else "idle",
+            1,
+            loaders,
+            "the same of the columns behind V" if _gathered(spec) else "TMA of Q and K, the columns behind V",
+        ),
         WarpRole("walker", 1, loaders, "finds the part's work"),
-        WarpRole("idle", 1, loaders, "leaves at once; registers are given back by whole warpgroups"),
+        *(idle if tile_loaders == 1 else ()),
     )
     regions = _Regions()
     regions.place(
@@ -630,6 +723,8 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
             exchanges=exchanges,
             shared=shared,
             strip=strip,
+            loaders=tile_loaders,
+            gathered=_gathered(spec),
         ),
         regions=placed,
         mbarriers=mbarriers,
@@ -668,7 +763,7 @@ def _swapped_memory(
     regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
     return regions.finish(
         (
-            Mbarrier("full", ring, 1, tokens * LINE, "a subtile of K has landed"),
+            _landed_by(spec, "full", ring, _loaders(spec, tokens), tokens * LINE, "a subtile of K has landed"),
             Mbarrier("empty", ring, 4, 0, "the 4 warps of its tile's warpgroup have finished with it"),
             Mbarrier("scored", 2, 4, 0, "the scores of a warpgroup's tile are done"),
             Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
@@ -682,13 +777,13 @@ def _swapped_memory(
 def _swapped(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     """Tokens on M, rows on N: two warpgroups that take every other tile each, a third that feeds them by subtiles."""
     loader, consumer = 56, 224
-    subtiles = _subtiles(spec)
+    subtiles, loaders = _subtiles(spec), _loaders(spec, tokens)
     roles = (
         WarpRole("warpgroup 0", 4, consumer, "every other tile: S^T = K Q^T, softmax, O^T += V^T P^T"),
         WarpRole("warpgroup 1", 4, consumer, "the tiles between them"),
-        WarpRole("tile loader", 1, loader, "TMA of K"),
+        _tile_role("tile loader", spec, tokens, loader, "K", "K"),
         WarpRole("query loader", 1, loader, "TMA of Q"),
-        WarpRole("idle", 2, loader, "leave at once; registers are given back by whole warpgroups"),
+        WarpRole("idle", 3 - loaders, loader, "leave at once; registers are given back by whole warpgroups"),
     )
     ring = subtiles * stages
     placed, mbarriers = _swapped_memory(spec, rows, tokens, ring, roles)
@@ -709,6 +804,8 @@ def _swapped(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
             _box_tokens(spec, tokens),
             rope_stages=stages,
             readers=1,
+            loaders=loaders,
+            gathered=_gathered(spec),
             ring_subtiles=ring,
         ),
         regions=placed,

@@ -67,13 +67,24 @@ class _Call:
     """As a divisor."""
     q_map: TensorMapShape
     kv_maps: tuple[TensorMapShape, ...]
-    """Of the cache: of the rows, and of the scales in them, if the kernel reads such."""
+    """Of the cache: of the rows, and of the scales in them, if the kernel reads such; none where threads copy."""
+    kv_strides: tuple[int, int]
+    """From page to page and head to head, for those threads; bytes."""
 
 
 _MAX_ROWS = (1 << 31) - 65
 """Of a request: numbers of a tile's rows must be ints, also of those behind the last."""
 _ADDRESSED = ("q", "kv_cache", "out")
 """The tensors that TMA or 16-byte stores address."""
+
+
+def _walked_strides(kv_cache: torch.Tensor) -> tuple[int, int]:
+    """Give the strides of pages and heads in bytes; 0 for a dimension of one index, which is never walked."""
+    page, head = (
+        kv_cache.stride(dim) * kv_cache.element_size() if dim < kv_cache.dim() - 1 and kv_cache.shape[dim] > 1 else 0
+        for dim in (0, 2)
+    )
+    return page, head
 
 
 class DecodeRunner:
@@ -137,6 +148,13 @@ class DecodeRunner:
         if out.numel() > 0:
             for name in _ADDRESSED:
                 byte_strides(name, getattr(tensors, name))
+        if "kv_cache" not in m.decode.boxes:
+            stride, _ = _walked_strides(kv_cache)
+            if not (stride < 1 << 31):
+                raise ValueError(
+                    f"kv_cache has a stride of {stride} B in dimension 0; with pages of {m.cache.page_size} it must be "
+                    "below 2^31 B"
+                )
         blocks = -(-block_table.shape[1] * m.cache.page_size // m.decode.tile_tokens)
         line = shape.b * (max(blocks, 1) + m.decode.fixed_overhead_blocks)
         if not (shape.s_q * shape.heads_per_kv <= _MAX_ROWS):
@@ -240,6 +258,7 @@ class DecodeRunner:
                 for part, swizzle in (("kv_cache", 128), ("scales", 0))
                 if part in decode.boxes
             ),
+            kv_strides=_walked_strides(kv_cache),
         )
 
     def _launch(self, call: _Call, tensors: DecodeTensors, causal: bool, softmax_scale: float) -> None:
@@ -257,12 +276,14 @@ class DecodeRunner:
         arrivals = self._backend.counters(q.device, parts * tiles if parts > 1 else 0)
         out_strides = [2 * stride for stride in out.stride()[:3]]
         encode = self._backend.encode_tensor_map
+        cache = () if call.kv_maps else (kv_cache.data_ptr(), *call.kv_strides)
         self._kernels.get(call.decode).launch(
             q.device,
             (tiles, parts, 1),
             call.decode.threads,
             (encode(call.q_map, q.data_ptr()), *(encode(each, kv_cache.data_ptr()) for each in call.kv_maps)),
             (
+                *cache,
                 block_table.data_ptr(),
                 block_table.stride(0),
                 cache_seqlens.data_ptr(),

@@ -442,11 +442,103 @@ void Machine::copy_async(Block& target, std::uint32_t bar_address, std::int64_t 
   maybe_yield();
 }
 
+std::int32_t Machine::add_actor(const char* what) {
+  late_actors_.emplace_back(what, current_);
+  return actors_ + static_cast<std::int32_t>(late_actors_.size()) - 1;
+}
+
+void Machine::copy_alone(std::uint32_t to, const void* from, const Where& where) {
+  CopyQueue& q = current_->copies;
+  if (q.actor < 0) q.actor = add_actor("an asynchronous copy");
+  if (!q.issued || q.version != view().version) {
+    q.issued = std::make_shared<const View>(view());
+    // What the thread does from here on is no longer ordered before the copy, nor before those that follow with the same view.
+    tick();
+    q.version = view().version;
+  }
+  q.where = where;
+  q.open.push_back({to, from, where, q.issued});
+  q.waited = false;
+}
+
+std::shared_ptr<CopyGroup> Machine::close_copies(const Where& where) {
+  CopyQueue& q = current_->copies;
+  if (q.actor < 0) q.actor = add_actor("an asynchronous copy");
+  auto group = std::make_shared<CopyGroup>();
+  group->pieces = std::move(q.open);
+  q.open.clear();
+  group->number = ++q.groups;
+  group->where = where;
+  group->view = view();
+  q.closed.push_back(group);
+  tick();
+  return group;
+}
+
+void Machine::arrive_copied(std::uint32_t address, const Where& where) {
+  Mbarrier& bar = mbarrier(address, where);
+  const auto group = close_copies(where);
+  group->bar = &bar;
+  group->traced = ++copies_issued_;
+  event("copy", where,
+        {{"copy", group->traced}, {"mbarrier", bar.address}, {"phase", bar.phase}, {"bytes", 16 * static_cast<std::int64_t>(group->pieces.size())}});
+  current_->copies.where = where;
+  current_->copies.waited = false;
+  copies_.push_back({[this, group, fiber = current_] { land_group(*fiber, *group); }, current_});
+  if (settings_.mode == 0) land_copy(copies_.size() - 1);
+  maybe_yield();
+}
+
+void Machine::wait_copied(const Where& where) {
+  if (current_->copies.actor < 0) return;
+  const auto group = close_copies(where);
+  land_group(*current_, *group);
+  see(view().seen, current_->copies.actor, group->number);
+  ++view().version;
+  current_->copies.waited = true;
+  maybe_yield();
+}
+
+void Machine::land_group(Fiber& fiber, const CopyGroup& last) {
+  CopyQueue& q = fiber.copies;
+  while (!last.landed) {
+    const std::shared_ptr<CopyGroup> group = q.closed.front();
+    q.closed.pop_front();
+    group->landed = true;
+    if (group->bar) landing_ = event("landed", group->where, {{"copy", group->traced}});
+    Block& block = blocks_[fiber.block];
+    for (const CopyGroup::Piece& piece : group->pieces) {
+      const Access access{q.actor, group->number, Proxy::generic, piece.where};
+      touch(block, piece.to, 16, true, access, *piece.issued);
+      const bool undefined = global(piece.from, 16, false, piece.where, {.copies = true});
+      std::memcpy(shared(block, piece.to, 16, piece.where), piece.from, 16);
+      for (std::uint32_t word = 0; word < 16; word += 4) {
+        const void* from = static_cast<const unsigned char*>(piece.from) + word;
+        if (undefined && global(from, 4, false, piece.where, {.copies = true})) {
+          copy_mark(block, piece.to + word, 4, access, from);
+        } else {
+          unflag_marked(block, piece.to + word);
+        }
+      }
+    }
+    landing_ = nullptr;
+    if (!group->bar) continue;
+    Mbarrier& bar = *group->bar;
+    if (bar.pending == 0) {
+      fail(group->where, "the mbarrier at %u gets more than its %d arrivals in phase %u", bar.address, bar.count, bar.phase);
+    }
+    --bar.pending;
+    bar.gathering.join_with(group->view);
+    see(bar.gathering.seen, q.actor, group->number);
+    settle(bar, group->where);
+  }
+}
+
 void Machine::store_async(const Where& where, std::function<void(Access, const View&)> read, std::function<void(Access)> write) {
   StoreQueue& q = current_->stores;
   if (q.actor < 0) {
-    q.actor = actors_ + 2 * static_cast<std::int32_t>(storers_.size());
-    storers_.push_back(current_);
+    q.actor = add_actor("a bulk store");  // its reads, and then its writes
+    add_actor("a bulk store");
   }
   const Access reads{q.actor, q.groups + 1, Proxy::async, where};
   const Access writes{q.actor + 1, q.groups + 1, Proxy::async, where};
@@ -595,11 +687,11 @@ void Machine::allocate_stacks() {
 
 void Machine::trace_access(std::uint32_t offset, std::uint32_t bytes, bool write, const Access& access) {
   TraceEvent* into = landing_;
-  if (access.proxy == Proxy::generic) {
+  if (access.proxy == Proxy::generic && !landing_) {
     TraceEvent*& open = open_accesses_[{warp(), write, access.where.line(), access.where.file_name()}];
     if (!open) {
       ++steps_;
-      trace_.push_back({steps_ - first_step_, 0, access.actor % threads_, write ? "write" : "read", access.where, "", {}});
+      trace_.push_back({steps_ - first_step_, 0, access.actor < size_ * threads_ ? access.actor % threads_ : thread(), write ? "write" : "read", access.where, "", {}});
       open = &trace_.back();
     }
     open->until = steps_ - first_step_;
@@ -631,7 +723,7 @@ void Machine::run_blocks() {
   origins_.clear();
   copies_.clear();
   stores_.clear();
-  storers_.clear();
+  late_actors_.clear();
   cluster_barriers_.assign(size_ / cluster_size_, NamedBarrier{});
   alive_in_cluster_.assign(size_ / cluster_size_, cluster_size_ * threads_);
   fibers_.clear();
@@ -679,6 +771,7 @@ void Machine::finish() {
   if (!self.stores.open.empty() || self.stores.read < self.stores.groups) {
     fail(self.stores.where, "a thread ends with bulk stores whose reading nobody waited for");
   }
+  if (!self.copies.waited) fail(self.copies.where, "a thread ends with asynchronous copies that it has not waited for");
   if (self.cluster_arrived) fail(Where::current(), "a thread ends between arrival and wait at the cluster barrier");
   self.finished = true;
   home().gatherings[warp()].exited = true;
@@ -838,8 +931,8 @@ void Machine::require_order(const Access& before, const char* kind, const Access
 
 std::string Machine::actor_name(int actor) const {
   if (actor >= actors_) {
-    const Fiber& storer = *storers_[(actor - actors_) / 2];
-    return "a bulk store of thread " + std::to_string(storer.thread) + of_block(storer.block);
+    const auto& [what, of] = late_actors_[actor - actors_];
+    return std::string(what) + " of thread " + std::to_string(of->thread) + of_block(of->block);
   }
   if (actor < size_ * threads_) {
     const int thread = actor % threads_;

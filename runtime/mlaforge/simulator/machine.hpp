@@ -169,6 +169,35 @@ struct StoreQueue {
   Where where = Where::current();  // of the last store
 };
 
+// A thread's copies of 16 bytes. All that an arrival of theirs covers land together, groups in their order; their writes are
+// an actor, whose clock is the number of the group.
+struct Mbarrier;
+struct CopyGroup {
+  struct Piece {
+    std::uint32_t to;
+    const void* from;
+    Where where;
+    std::shared_ptr<const View> issued;
+  };
+  std::vector<Piece> pieces;
+  std::uint32_t number = 0;
+  Mbarrier* bar = nullptr;  // null: the thread itself waits
+  Where where = Where::current();
+  View view;  // of the thread at the arrival
+  std::int64_t traced = 0;
+  bool landed = false;
+};
+struct CopyQueue {
+  std::int32_t actor = -1;
+  std::vector<CopyGroup::Piece> open;
+  std::deque<std::shared_ptr<CopyGroup>> closed;  // and not landed
+  std::uint32_t groups = 0;
+  std::shared_ptr<const View> issued;  // what the thread knew when it started the last one
+  std::uint64_t version = 0;           // of its view since then
+  bool waited = true;
+  Where where = Where::current();  // of the last copy
+};
+
 struct Fiber {
   std::function<bool()> ready;  // empty: runnable; first, with the next: asked at every step
   bool finished = false;
@@ -182,6 +211,7 @@ struct Fiber {
   int thread = 0;  // in the block
   View view;
   StoreQueue stores;
+  CopyQueue copies;
   Released fenced;    // what its last fence hands over to its relaxed atomics
   Released gathered;  // what its relaxed atomics found, for the next fence to take over
   const void* polled = nullptr;  // the word that it reads again and again, what it finds there, and how often
@@ -497,6 +527,15 @@ class Machine {
   void copy_async(Block& target, std::uint32_t bar_address, std::int64_t bytes, const Where& where,
                   const std::function<void(Access, const View&)>& write);
 
+  // -- copies by a single thread, which write by the generic proxy
+  void copy_alone(std::uint32_t to, const void* from, const Where& where);
+
+  // Arrives when all of the thread's copies so far have landed.
+  void arrive_copied(std::uint32_t address, const Where& where);
+
+  // Lands them.
+  void wait_copied(const Where& where);
+
   // -- bulk stores: shared memory is read, and global memory written, some time between issue and wait
   void store_async(const Where& where, std::function<void(Access, const View&)> read, std::function<void(Access)> write);
 
@@ -566,6 +605,15 @@ class Machine {
   }
 
   void land_copy(std::size_t i);
+
+  // Number of a thread's actor beside itself, of its own kind.
+  std::int32_t add_actor(const char* what);
+
+  // Closes the thread's open copies as a group.
+  std::shared_ptr<CopyGroup> close_copies(const Where& where);
+
+  // Lands a thread's groups up to this one.
+  void land_group(Fiber& fiber, const CopyGroup& last);
 
   // Takes a bulk store further: it reads, and if it is to be `whole` also writes.
   static void advance(Store& store, bool whole);
@@ -699,7 +747,8 @@ class Machine {
     Fiber* fiber;
   };
   std::vector<StoreInFlight> stores_;
-  std::vector<Fiber*> storers_;
+  // Actors that appear late: what they are, and of which thread.
+  std::vector<std::pair<const char*, Fiber*>> late_actors_;
   std::vector<NamedBarrier> cluster_barriers_;
   std::unordered_map<std::uint64_t, Released> atomics_;
 

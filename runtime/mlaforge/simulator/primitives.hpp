@@ -288,6 +288,9 @@ inline int lane_id() { return sim::machine->lane(); }
 inline int warp_id() { return sim::machine->warp(); }
 inline int warp_uniform(int x, Where where = Where::current()) { return sim::shuffle("shfl", x, 0, where); }
 inline int late(int x) { return x; }
+inline const unsigned char* strided(const unsigned char* p, int count, int stride) {
+  return p + static_cast<int64_t>(count) * stride;
+}
 inline bool warp_any(bool x, Where where = Where::current()) { return sim::any("vote.any", x, where); }
 template <class T>
 T shuffle_xor(T x, int mask, Where where = Where::current()) {
@@ -765,6 +768,18 @@ template <int Pending>
 void bulk_wait_read(Where where = Where::current()) {
   sim::machine->wait_stores(Pending, false, where);
 }
+
+// ---- Copies by single threads
+
+inline void copy_async_16(smem_t dst, const void* src, Where where = Where::current()) {
+  if ((dst | reinterpret_cast<std::uintptr_t>(src)) % 16) {
+    sim::machine->fail(where, "copy of 16 bytes from %p to shared address %u: no multiples of 16", src, dst - sim::kSharedBase);
+  }
+  sim::machine->shared(dst, 16, where);
+  sim::machine->copy_alone(dst, src, where);
+}
+inline void copy_async_arrive(smem_t bar, Where where = Where::current()) { sim::machine->arrive_copied(bar, where); }
+inline void copy_async_wait(Where where = Where::current()) { sim::machine->wait_copied(where); }
 
 // ---- Clusters
 
