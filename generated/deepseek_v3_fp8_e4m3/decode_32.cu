@@ -50,7 +50,6 @@ constexpr int kUnits = Config::kHeadDimV / 128;  // of 16 columns of V, that a w
 // ---- fp8_e4m3: a token's row, 576 bytes -------------------------------------------------------------------
 using Code = E4m3;
 constexpr int kCodeColumns = 576;  // in codes: the latent, and what else is
-constexpr int kCodeSubtiles = (kCodeColumns + 63) / 64;
 constexpr int kCodeLines = 5;  // of 128 bytes, from the beginning of the row
 constexpr int kValueLines = (Config::kHeadDimV / 64 + Operand<Code>::kSubtilesPerLine - 1) / Operand<Code>::kSubtilesPerLine;
 constexpr int kRopeLines = 0;  // of bf16
