@@ -17,12 +17,12 @@ from test_quantised_decode import MODES, PROBLEMS, small_folder
 RACE = "race"
 WRONG = "out: "
 FILL = "fill(base, group, i, values, item.kv_end - token, of, s, sum);"
-CONVERT = "convert_query<Code, kRows, kCodeColumns>(base + kOffsetQ, base + kOffsetUnits);"
+CONVERT = "load_shared_f32(base + kOffsetUnit) * scale_log2);"
 MUTATIONS = (
-    Mutation("codes of a line that has not landed", "mbarrier_wait(full(base, lines.stage()), lines.phase());", "", f"{RACE}|uninitialised", behind="for (int line = 0; line < kCodeLines; ++line) {"),
+    Mutation("codes of a line that has not landed", "mbarrier_wait(full(base, wraps ? at - kRing : at), stage.lines.phase() ^ (wraps ? 1 : 0));", "", f"{RACE}|uninitialised"),
     Mutation("a tile is given back before the other lanes have read it", "__syncwarp();\n  if (lane_id() < kLines) mbarrier_arrive(empty(base, stage.line(lane_id())));", "if (lane_id() < kLines) mbarrier_arrive(empty(base, stage.line(lane_id())));", RACE),
     Mutation("a tile is given back before it is multiplied with P", "mbarrier_wait(filled(base, buffer), turns.of(P));", "release_tile(base, stage); mbarrier_wait(filled(base, buffer), turns.of(P));", f"{RACE}|arriv"),
-    Mutation("operands of V are replaced while products read them", "wgmma_wait<kOperands - 1>();", "", "registers of lane", behind="uint32_t(&now)[8] = a[(First + k * ((kUnits + 1) / 2) + pair) % kOperands];"),
+    Mutation("operands of V are replaced while products read them", "wgmma_wait<kOperands / kBatch - 1>();", "", "registers of lane", behind="const int k = step / kPairs;"),
     Mutation("P is read without a fence", "fence_proxy_async();", "", "fence.proxy.async", behind=FILL),
     Mutation("P is read before it is there", "mbarrier_wait(filled(base, buffer), turns.of(P));", "", f"{RACE}|uninitialised"),
     Mutation("a warp arrives before its lanes have stored P", "__syncwarp();\n      release(filled(base, group));", "release(filled(base, group));", RACE),
@@ -34,14 +34,14 @@ MUTATIONS = (
     Mutation("scales are given back before they were read", "mbarrier_init(scales_empty(base, i), 8)", "mbarrier_init(scales_empty(base, i), 1)", ""),
     Mutation("scores on the way to another scale", "ratio(unit, next)", "ratio(next, unit)", f"{WRONG}|lse: "),
     Mutation("scores by the first scale", "store_shared_f32(grade_at(base, group, kLastUnit) + 4 * token, unit);", "store_shared_f32(grade_at(base, group, kLastUnit) + 4 * token, load_scale(scales, left, token, 0));", f"{WRONG}|lse: "),
-    Mutation("V without its group's scale", "now[at + e] = multiply2(now[at + e], factor[e / 2]);", "", WRONG),
+    Mutation("V without its group's scale", "now[4 * i + e] = multiply2(now[4 * i + e], factors[e / 2]);", "", WRONG),
     Mutation("probabilities without their token's scale", "pack2<Fp16>(p[0] * of.token[i / 2 % 2], p[1] * of.token[i / 2 % 2])", "pack2<Fp16>(p[0], p[1])", WRONG),
-    Mutation("scores without Q's unit", "row[e % 2] * unit", "unit", f"{WRONG}|lse: "),
-    Mutation("the rotary part is left out", "s[e] += rope[e];", "", f"{WRONG}|lse: "),
-    Mutation("O does not follow its rows' references", "warp_any(load_shared_s32(raised_at(base, buffer)) != 0)", "false", WRONG),
+    Mutation("scores without Q's unit", "row[e % 2] * token[e / 2]", "token[e / 2]", f"{WRONG}|lse: "),
+    Mutation("the rotary part is left out", "s[e] = fmaf(rope[e], scale_log2, s[e]);", "", f"{WRONG}|lse: "),
+    Mutation("O does not follow its rows' references", "warp_any(raised != 0)", "false", WRONG),
     Mutation("sums do not follow what the other warpgroup raised", "tile > 1 && warp_any(load_shared_s32(raised_at(base, before)) != 0)", "false", f"{WRONG}|lse: "),
     Mutation("the first tile has a reference of another item", "tile == 0 ? kNoReference : group ^ 1", "group ^ 1", f"{WRONG}|lse: |uninitialised|{RACE}"),
-    Mutation("references are read before they are there", "named_barrier_sync(barrier, 128);", "", f"{RACE}|uninitialised", behind="store_shared_f32(factors_at(base, group) + 4 * thread, follows ? exp2_approx(reference - seen) : 1.f);\n    }"),
+    Mutation("references are read before they are there", "named_barrier_sync(barrier, 128);", "", f"{RACE}|uninitialised", behind="store_shared_f32(factors_at(base, group) + 4 * thread, follows ? exp2_approx(old - seen) : 1.f);\n    }"),
     Mutation("both warpgroups' sums as if relative to the same", "of_group == reference ? 1.f : exp2_approx(of_group - reference)", "1.f", f"{WRONG}|lse: "),
     Mutation("columns in another order", "permute_bytes(word, word, 0x3120)", "permute_bytes(word, word, 0x2130)", WRONG, file="operands.cuh"),
     Mutation("columns of results in the order of the operand", "16 * unit + 2 * (lane_id() >> 2)", "16 * unit + (lane_id() >> 2)", f"{WRONG}|misaligned", file="operands.cuh"),
@@ -52,8 +52,9 @@ MUTATIONS = (
 
 # Of tiles of 64 rows, whose operands are few, and without scales, which are waited for.
 WIDE_MUTATIONS = (
-    Mutation("operands of the scores are replaced while products read them", "wgmma_wait<kOperands - 1>();", "", "registers of lane", behind="// The products that read these registers are done."),
+    Mutation("operands of the scores are replaced while products read them", "wgmma_wait<kOperands / kBatch - 1>();", "", "registers of lane", behind="// The products that read these registers are done."),
     Mutation("scores are read before all products are done", "wgmma_wait<0>();\n      wgmma_fence_operand(s);", "wgmma_wait<2>(); wgmma_fence_operand(s);", "accumulator of lane"),
+    Mutation("codes of the other warpgroup's tile are read before its tail is cleared", "if (kWaitsFirst) wait_for_p();\n  values[0].load_codes(base, stage, 0);", "values[0].load_codes(base, stage, 0); if (kWaitsFirst) wait_for_p();", RACE),
 )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ static_assert(kOperands % kBatch == 0, "batches are whole");
 constexpr int kSteps = (kCodeColumns + 31) / 32;  // that scores take, with two products each
 constexpr int kPairs = (kUnits + 1) / 2;
 constexpr int kValueSteps = kPairs * (kTokens / 16);  // and O's
-constexpr bool kApart = kRows <= 32;  // sums of the products with codes and of the others, where there are registers
+static_assert(kValueSteps % kOperands == 0, "the operands' turns are the same behind a tile as before it");
 constexpr int kItems = 4;  // of work, known ahead
 constexpr int kRing = 18;  // lines of 64 tokens in shared memory
 static_assert(kRing >= 2 * kLines, "a tile is multiplied with P beside the scores of the next");
@@ -83,7 +83,7 @@ constexpr int kOffsetFactors = 201088;  // 256: float32 by which a row of O is s
 constexpr int kOffsetMaxima = 201344;  // 1024: float32, of each warp, a warpgroup
 constexpr int kOffsetSums = 202368;  // 2048: float32, of each warp, by turns
 constexpr int kOffsetTotals = 204416;  // 256: float32 that normalise O, a warpgroup
-constexpr int kOffsetUnits = 204672;  // 128: float32 that a row of Q was divided by
+constexpr int kOffsetUnits = 204672;  // 128: float32 that scores of a row are multiplied with
 constexpr int kOffsetItems = 204800;  // 128: 4 items of work
 constexpr int kOffsetRaised = 204928;  // 16: whether a P raised references; what all codes are multiplied with
 constexpr int kOffsetSchedule = 204944;  // 32: how the requests are cut, and what the mask hides
@@ -313,6 +313,20 @@ struct Turns {
   MLAFORGE_DEVICE void advance(Which which) { bits ^= 1 << which; }
 };
 
+// Until the tile has landed. Each lane asks for a line, and one for the scales: one after another they would take as long
+// as a few products each.
+MLAFORGE_DEVICE void wait_tile(smem_t base, const Stage& stage) {
+  const int lane = lane_id();
+  if (lane < kLines) {
+    const int at = stage.lines.stage() + lane;
+    const bool wraps = at >= kRing;
+    mbarrier_wait(full(base, wraps ? at - kRing : at), stage.lines.phase() ^ (wraps ? 1 : 0));
+  } else if (lane == kLines) {
+    mbarrier_wait(scales_full(base, stage.scales.stage()), stage.scales.phase());
+  }
+  __syncwarp();
+}
+
 // The warp has finished with the tile.
 MLAFORGE_DEVICE void release_tile(smem_t base, const Stage& stage) {
   __syncwarp();
@@ -361,17 +375,12 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int
   using Operand = Operand<Code>;
   constexpr int kLoads = (kSteps + Operand::kStepsPerLoad - 1) / Operand::kStepsPerLoad;
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
-  mbarrier_wait(scales_full(base, stage.scales.stage()), stage.scales.phase());
   const smem_t scales = scales_at(base, stage.scales.stage());
-  Ring lines = stage.lines;
+  wait_tile(base, stage);
   uint32_t words[2][4];
   int32_t blocks[2][2];
   const auto load = [&](int number) {
-    if (number % kLoadsPerLine == 0) {
-      if (number > 0) lines.advance();
-      mbarrier_wait(full(base, lines.stage()), lines.phase());
-    }
-    load_codes(line_at(base, lines.stage()), number % kLoadsPerLine, words[number % 2]);
+    load_codes(line_at(base, stage.line(number / kLoadsPerLine)), number % kLoadsPerLine, words[number % 2]);
 #pragma unroll
     for (int e = 0; e < 2; ++e) blocks[number % 2][e] = load_scales(scales, left, e, number);
   };
@@ -410,24 +419,20 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int
 }
 
 // What the columns behind the codes add, as they landed.
-MLAFORGE_DEVICE void issue_rope(smem_t base, const Stage& stage, float (&s)[kRows / 2], bool accumulate) {
+MLAFORGE_DEVICE void issue_rope(smem_t base, const Stage& stage, float (&s)[kRows / 2]) {
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
-  Ring lines = stage.lines;
-  lines.skip(kCodeLines);
   wgmma_fence_operand(s);
+  wgmma_fence();
 #pragma unroll
   for (int line = 0; line < kRopeLines; ++line) {
-    mbarrier_wait(full(base, lines.stage()), lines.phase());
-    const uint64_t k = wgmma_descriptor(line_at(base, lines.stage()), 16, 1024);
-    wgmma_fence();
+    const uint64_t k = wgmma_descriptor(line_at(base, stage.line(kCodeLines + line)), 16, 1024);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (64 * (kCodeSubtiles + line) + 16 * i >= kHeadDimQK) break;
       wgmma_ss_k<Element, kRows>(s, wgmma_advance(k, 32 * i),
                                  wgmma_advance(q, (kCodeSubtiles + line) * kQSubtileBytes + 32 * i),
-                                 accumulate || line > 0 || i > 0);
+                                 line > 0 || i > 0);
     }
-    lines.advance();
   }
   wgmma_commit();
 }
@@ -435,15 +440,14 @@ MLAFORGE_DEVICE void issue_rope(smem_t base, const Stage& stage, float (&s)[kRow
 // A pair of float32 of neighbouring rows of Q that a thread holds: h counts its groups of 8 rows.
 MLAFORGE_DEVICE smem_t pair_at(smem_t rows, int h) { return rows + 4 * accumulator_column(2 * h); }
 
-// Scores of codes to those of the latent.
+// Scores of codes to those of the latent, in the log2 domain.
 MLAFORGE_DEVICE void scale_scores(smem_t base, const TokenScales& of, float (&s)[kRows / 2]) {
-  const float unit = load_shared_f32(base + kOffsetUnit);
 #pragma unroll
   for (int h = 0; h < kRows / 8; ++h) {
     float row[2];
     load_shared_v2(pair_at(base + kOffsetUnits, h), row);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[4 * h + e] *= row[e % 2] * unit;
+    for (int e = 0; e < 4; ++e) s[4 * h + e] *= row[e % 2];
   }
 }
 
@@ -540,28 +544,27 @@ MLAFORGE_DEVICE void scale_output(smem_t factors, float (&acc)[kUnits][kRows / 2
   }
 }
 
-// O^T += V^T P^T of a tile, this warpgroup's columns of V, once its P is there; and gives the tile back. The operands take
-// turns from number `First` on. Codes of 16 tokens are loaded ahead of the products of the 16 before.
+// O^T += V^T P^T of a tile, this warpgroup's columns of V, once its P is there; and gives the tile back. Operands take turns
+// from number `First` on. Codes of 16 tokens are loaded ahead of the products of the 16 before.
 template <int First, Turns::Which P>
 MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Turns& turns, uint32_t (&a)[kOperands][8],
                                 float (&acc)[kUnits][kRows / 2]) {
   static_assert(First % kBatch == 0, "batches begin with an operand of their own");
   Values values[2];
-  // Of its own tile a warpgroup has read all codes before.
-  if (P == Turns::kOwnP) values[0].load_codes(base, stage, 0);
-  mbarrier_wait(filled(base, buffer), turns.of(P));
-  turns.advance(P);
-  if (P == Turns::kOtherP) values[0].load_codes(base, stage, 0);
+  const auto wait_for_p = [&] {
+    mbarrier_wait(filled(base, buffer), turns.of(P));
+    turns.advance(P);
+  };
+  // Until then codes behind a request's last token may not be cleared; of its own tile a warpgroup knows that they are.
+  constexpr bool kWaitsFirst = P == Turns::kOtherP;
+  if (kWaitsFirst) wait_for_p();
+  values[0].load_codes(base, stage, 0);
   const auto load_scales = [&](int k) {
     values[k % 2].load_scales(scales_at(base, stage.scales.stage()), k);
   };
   load_scales(0);
-  if (warp_any(load_shared_s32(raised_at(base, buffer)) != 0)) {
-    wgmma_wait<0>();
-#pragma unroll
-    for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
-    scale_output(factors_at(base, buffer), acc);
-  }
+  int raised = 0;
+  if (kWaitsFirst) raised = load_shared_s32(raised_at(base, buffer));
   const uint64_t p = wgmma_descriptor(p_at(base, buffer), 16, 1024);
 #pragma unroll
   for (int step = 0; step < kValueSteps; ++step) {
@@ -587,6 +590,18 @@ MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Tur
     wgmma_fence_operand(now);
     if (step % kBatch != kBatch - 1 && step != kValueSteps - 1) continue;
     if (step == kValueSteps - 1) release_tile(base, stage);
+    if (step < kBatch) {
+      if (!kWaitsFirst) {
+        wait_for_p();
+        raised = load_shared_s32(raised_at(base, buffer));
+      }
+      if (warp_any(raised != 0)) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
+        scale_output(factors_at(base, buffer), acc);
+      }
+    }
 #pragma unroll
     for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
     wgmma_fence();
@@ -635,15 +650,18 @@ MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const TokenScales& o
     }
   };
   load_references(before, 0, kPairsAhead);
-  bool passes = false;
+  float over[4] = {-infinity(), -infinity(), -infinity(), -infinity()};  // the most by which a score passes its reference
 #pragma unroll
   for (int h = 0; h < kRows / 8; ++h) {
     if (h % 2 == 0 && h > 0) load_references(before, h + 2, h + 2 < kPairsAhead ? 0 : 2);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      passes = passes || fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]) > reference[h % kPairsAhead][e] + kSlack;
+      const float top = fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]);
+      float& most = over[h % 2 * 2 + e];
+      most = fmaxf(most, top - reference[h % kPairsAhead][e]);
     }
   }
+  const bool passes = fmaxf(fmaxf(over[0], over[1]), fmaxf(over[2], over[3])) > kSlack;
   // Behind this barrier all of the warpgroup have read what is written now; and so has the other, when it filled its own P.
   const bool raise = named_barrier_any(barrier, 128, passes);
   const int thread = static_cast<int>(threadIdx.x) & 127;
@@ -802,7 +820,8 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
     if (tiles > 0) {
       mbarrier_wait(q_full(base, 0), turns.of(Turns::kQuery));
       turns.advance(Turns::kQuery);
-      convert_query<Code, kRows, kCodeColumns>(base + kOffsetQ, base + kOffsetUnits);
+      convert_query<Code, kRows, kCodeColumns>(base + kOffsetQ, base + kOffsetUnits,
+                                                           load_shared_f32(base + kOffsetUnit) * scale_log2);
       fence_proxy_async();
       named_barrier_sync(kPairBarrier, 256);
     }
@@ -810,19 +829,12 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
     for (int i = group; tiles > 0; i += 2) {
       const int token = (item.first_block + i) * kTokens;
       float s[kRows / 2];
-      float rope[kRows / 2];
+      float rope[kRows / 2];  // of the columns behind the codes, where there are registers for two sums
       if (i < tiles) {
         Stage scores = values;
         if (i > 0) scores.skip_tile();
         issue_codes(base, group, scores, item.kv_end - token, a, s);
-        if constexpr (kApart) {
-          issue_rope(base, scores, rope, false);
-        } else {
-          wgmma_wait<0>();
-          wgmma_fence_operand(s);
-          scale_scores(base, load_token_scales(base, group, scores, item.kv_end - token), s);
-          issue_rope(base, scores, s, true);
-        }
+        issue_rope(base, scores, rope);
       }
       // The product with P of the tile before runs beside the last of these.
       if (i > 0 && i <= tiles) {
@@ -832,15 +844,11 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
       if (i >= tiles) break;
       wgmma_wait<0>();
       wgmma_fence_operand(s);
+      wgmma_fence_operand(rope);
       const TokenScales of = load_token_scales(base, group, values, item.kv_end - token);
-      if constexpr (kApart) {
-        wgmma_fence_operand(rope);
-        scale_scores(base, of, s);
+      scale_scores(base, of, s);
 #pragma unroll
-        for (int e = 0; e < kRows / 2; ++e) s[e] += rope[e];
-      }
-#pragma unroll
-      for (int e = 0; e < kRows / 2; ++e) s[e] *= scale_log2;
+      for (int e = 0; e < kRows / 2; ++e) s[e] = fmaf(rope[e], scale_log2, s[e]);
       if (token + kTokens > first_border) {
         const int len = reader.length(base);
         int border[kRows / 4];
@@ -930,6 +938,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     schedule.store(base + kOffsetSchedule);
     store_shared_s32(base + kOffsetHidden, tile.hidden(kRows - 1));
   }
+  if (threadIdx.x == 32) {
+    store_shared_f32(base + kOffsetUnit, Operand<Code>::kUnit * load_global(tensor_scale));
+  }
   if (threadIdx.x < kRows) {
     store_shared_f32(references_at(base, kNoReference) + 4 * static_cast<int>(threadIdx.x), -infinity());
   }
@@ -948,15 +959,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
   } else {
     take_registers<kConsumerRegisters>();
-    // The first barrier of both warpgroups is before it is read.
-    if (threadIdx.x == 0) {
-      store_shared_f32(base + kOffsetUnit, Operand<Code>::kUnit * load_global(tensor_scale));
-    }
     consume(base, warp >> 2, tile, output, scale_log2);
     // Whoever has read the last item knows what the walker wrote before it.
     // Results are merged in the room of Q, K and P.
     merge_splits<Config, Policy, kPairBarrier, kOffsetReferences>(base + kOffsetSplits, base + kOffsetSchedule, base,
-                                                                  landed(base, 0), output, tile, arrivals, part);
+                                                                   landed(base, 0), output, tile, arrivals, part);
   }
 }
 

@@ -79,6 +79,8 @@ class Tile:
     """Pairs of A operands, widened from codes, in a warpgroup's registers."""
     batch: int = 0
     """Of these, whose products are issued together."""
+    sums: int = 1
+    """Of scores in a warpgroup's registers: of the products with codes, and of the others."""
 
 
 @dataclass(frozen=True)
@@ -853,7 +855,7 @@ def _coded_memory(
     regions.place("maxima", "kOffsetMaxima", 4 * rows * 4, "float32, of each warp, a warpgroup", 2)
     regions.place("sums", "kOffsetSums", 8 * rows * 4, "float32, of each warp, by turns", 2)
     regions.place("totals", "kOffsetTotals", rows * 4, "float32 that normalise O, a warpgroup", 2)
-    regions.place("units", "kOffsetUnits", rows * 4, "float32 that a row of Q was divided by")
+    regions.place("units", "kOffsetUnits", rows * 4, "float32 that scores of a row are multiplied with")
     regions.place("items", "kOffsetItems", 32, f"{_ITEMS} items of work", _ITEMS)
     regions.place("raised", "kOffsetRaised", 16, "whether a P raised references; what all codes are multiplied with")
     regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut, and what the mask hides")
@@ -893,8 +895,8 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
         WarpRole("walker", 1, loader, "finds the part's work"),
         WarpRole("idle", 1, loader, "leaves at once; registers are given back by whole warpgroups"),
     )
-    # O of 64 rows leaves registers for two operands and a sum of products, for one if the sum is scaled on the way.
-    operands, batch = (4, 2) if rows <= 32 else (2, 1) if row.groups == 1 else (1, 1)
+    # O of 64 rows leaves registers for two operands and a sum of products.
+    operands, batch = (4, 2) if rows <= 32 else (2, 1)
     sums = 2 if rows <= 32 and row.rope_lines else 1
     ring = row.lines * stages
     placed, mbarriers = _coded_memory(spec, row, rows, tokens, ring, roles)
@@ -918,6 +920,7 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
             ring_subtiles=ring,
             operands=operands,
             batch=batch,
+            sums=sums,
         ),
         regions=placed,
         mbarriers=mbarriers,

@@ -110,10 +110,10 @@ MLAFORGE_DEVICE void load_codes(smem_t line, int number, uint32_t (&words)[4]) {
 }
 
 // Rows of Q as the other operand, in place: the first `Columns` of each become fp16 in the order of the codes, times a
-// power of two that brings the row's largest just below 2^15; the inverse is left at `units`. `tile` is subtiles of
+// power of two that brings the row's largest just below 2^15; the inverse, times `unit`, is left at `units`. `tile` is subtiles of
 // [Rows, 64] under the 128-byte swizzle. Called by 256 threads, who need a barrier behind it.
 template <class Code, int Rows, int Columns>
-MLAFORGE_DEVICE void convert_query(smem_t tile, smem_t units) {
+MLAFORGE_DEVICE void convert_query(smem_t tile, smem_t units, float unit) {
   constexpr int kSharers = 256 / Rows;
   constexpr int kGroup = Operand<Code>::kGroup;
   static_assert(kSharers <= 32 && Columns % kGroup == 0, "a row is of one warp, in whole groups");
@@ -148,7 +148,7 @@ MLAFORGE_DEVICE void convert_query(smem_t tile, smem_t units) {
   const uint32_t found = float_bits(largest) >> 23;
   const uint32_t exponent = found > 15 ? found : 15;  // so that the inverse is a normal number, too
   const float factor = bits_float((268 - exponent) << 23);
-  if (sharer == 0) store_shared_f32(units + 4 * row, bits_float((exponent - 14) << 23));
+  if (sharer == 0) store_shared_f32(units + 4 * row, unit * bits_float((exponent - 14) << 23));
 #pragma unroll 1
   for (int group = sharer; group < Columns / kGroup; group += kSharers) {
     float x[kGroup];
