@@ -463,7 +463,7 @@ def load(spec: str | os.PathLike[str], *, device: str = "cuda", simulator: Simul
     if device not in ("cuda", "sim"):
         raise ValueError(f"device is {device!r}; it must be 'cuda' or 'sim'")
     path = Path(spec)
-    manifest = read_manifest(path if path.is_dir() else generate_yaml(os.fspath(spec)))
+    manifest = read_manifest(path if os.path.isdir(path) else generate_yaml(os.fspath(spec)))
     return MLA(manifest, Cuda() if device == "cuda" else Simulator(simulator or SimulatorOptions()))
 
 

@@ -42,13 +42,10 @@ def compile_(specs: tuple[str, ...], as_json: bool) -> None:
 def compile_folders(folders: Sequence[Path]) -> list[tuple[Manifest, CompiledKernel]]:
     """Compile the kernels of folders, and give each with its manifest; `Failure` says what is wrong."""
     from mlaforge.compiler import CompileError, KernelWarning, compile_many
-    from mlaforge.manifest import ManifestError, read_manifest
+    from mlaforge.manifest import read_manifest
     from mlaforge.toolchain import ToolchainError
 
-    try:
-        manifests = [read_manifest(folder) for folder in folders]
-    except ManifestError as error:
-        raise UsageFailure(str(error)) from None
+    manifests = [read_manifest(folder) for folder in folders]
     sources = [(manifest, source) for manifest in manifests for source in manifest.sources]
     try:
         with progress("compiling", len(sources)) as advance, warnings.catch_warnings():
