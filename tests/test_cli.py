@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -470,6 +472,21 @@ def test_verify_needs_a_gpu(no_gpu: None) -> None:
     assert result.stderr == (
         "no CUDA GPU found; the kernels can't run here, but `--device sim` runs their text on the CPU\n"
     )
+
+
+def test_verify_needs_torch_under_the_simulator_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported with a sign of life, for it takes seconds."""
+    shown: list[str] = []
+
+    @contextlib.contextmanager
+    def status(what: str) -> Iterator[None]:
+        shown.append(what)
+        yield
+
+    monkeypatch.setattr("mlaforge_generator.cli.devices.status", status)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = run("verify", "minicpm3", "--device", "sim")
+    assert result.exit_code == 3 and "torch can't be imported" in result.stderr and shown == ["importing torch"]
 
 
 def test_verify_needs_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
