@@ -27,8 +27,9 @@ from mlaforge.cache import LEFTOVER_SECONDS, default_directory, is_trusted, same
 _FOLDER = re.compile(r"(?P<name>[a-z][a-z0-9_]{0,63})-(?P<digest>[0-9a-f]{16})")
 _LEFTOVER = re.compile(r"\.[a-z0-9_]{8}")
 """What mkdtemp makes for a folder that is being written or removed."""
-_TRIES = 3
-"""Publishing and finding removed at once happens when a cache is cleared, and that once."""
+_TRIES = 5
+"""What is published may be removed at once, when a cache is cleared; hardly twice."""
+_REMOVAL_SECONDS = 0.01
 
 _held: dict[Path, int] = {}
 """Descriptors with a lock on the folders that this process uses."""
@@ -210,6 +211,10 @@ def _publish(folder: Path, files: Mapping[str, str]) -> None:
         try:
             aside.rename(folder)
         except OSError:
+            if not _hold(folder):
+                # It is being removed: the next time it is not there.
+                time.sleep(_REMOVAL_SECONDS)
+                return
             # Somebody was faster, or the folder was damaged: its files are what they must be, or are made so.
             for file in files:
                 os.replace(aside / file, folder / file)
