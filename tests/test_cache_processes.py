@@ -323,7 +323,7 @@ def work(i):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
     out, _ = together(work, count=6, MLAFORGE_CACHE_DIR=str(directory))
-    assert out.count("cached") > 50
+    assert out.count("cached") > 5
     assert all(not name.startswith(".") for name in names(directory / "generated"))
 
 
