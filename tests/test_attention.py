@@ -739,6 +739,27 @@ def test_the_example_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     check_example(names)
 
 
+@pytest.mark.usefixtures("compiled")
+def test_the_layer_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests that decode, of prompts, and of both at once."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    names: dict[str, Any] = {}
+    exec(example_of_readme(), names)
+    layer, mla, table = names["layer"], names["mla"], names["table"]
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    generator = torch.Generator().manual_seed(4)
+    cache = torch.randn(names["kv_cache"].shape, generator=generator).bfloat16()
+    with torch.no_grad():
+        for lens, cached in (([1, 1], [5, 3]), ([3, 5], [0, 70]), ([1, 4], [70, 2])):
+            hidden = torch.randn(sum(lens), 2048, generator=generator).bfloat16()
+            batch = AttentionBatch.make(mla, lens, cached, table, prefill_absorption_threshold=2)
+            of_layer, of_graph = cache.clone(), cache.clone()
+            want = layer(hidden, of_layer, batch)
+            assert torch.equal(compiled(hidden, of_graph, batch), want) and want.isfinite().all()
+            assert torch.equal(of_graph, of_layer) and not torch.equal(of_graph, cache)
+
+
 def check_example(names: dict[str, Any]) -> None:
     """Compare what the example gives with the reference."""
     layer: MLAAttention = names["layer"]

@@ -68,6 +68,21 @@ def test_mixed_batches() -> None:
         assert latents is not None and error(steps.cached(i), latents) < 0.003
 
 
+def test_in_one_graph() -> None:
+    """By torch's own compiler, against the layer as it is."""
+    layer = lite()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True)
+    table = torch.arange(8, dtype=torch.int32, device="cuda").view(2, 4)
+    cache = torch.randn(8, 64, 576, device="cuda").bfloat16()
+    with torch.no_grad():
+        for lens, cached in (([1, 1], [5, 200]), ([30, 50], [0, 70]), ([1, 40], [70, 2])):
+            hidden = torch.randn(sum(lens), 2048, device="cuda").bfloat16()
+            batch = AttentionBatch.make(layer.mla, lens, cached, table, prefill_absorption_threshold=2)
+            want = layer(hidden, cache.clone(), batch)
+            accept(compiled(hidden, cache.clone(), batch), want, lens)
+
+
 def test_a_long_context_in_rounds() -> None:
     steps = steps_of(3)
     for lens in ([3000, 2500, 300], [300, 1, 600]):

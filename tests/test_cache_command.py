@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlaforge.cache import Entry, KernelCache
+from mlaforge.rendered import _held, materialise
 from mlaforge_generator import cli
 
 CUBIN = Entry({"kernels": [{"entry": "mla_decode"}], "seconds": {}}, b"cubin" * 100)
@@ -159,6 +161,70 @@ def test_what_killed_processes_left_behind(kept: KernelCache) -> None:
                 os.utime(kept.directory / name, (time.time() - DAY, time.time() - DAY))
         run("clear", "--yes", "--older-than", "30d")
         assert [(kept.directory / name).exists() for name in names] == [not old, not old]
+
+
+@pytest.fixture
+def rendered(kept: KernelCache) -> Path:
+    """Add two folders of text, of which one is damaged, and what is none of ours beside them."""
+    assert kept.directory is not None
+    parent = kept.directory / "generated"
+    for name, age in (("whole", 1.5 * DAY), ("damaged", 0.5 * DAY)):
+        folder = materialise(name, {"decode.cu": f"int {name};\n", "manifest.json": "{}"})
+        if name == "damaged":
+            (folder / "decode.cu").write_bytes(b"int damaged;\r\n")
+        written = time.time() - age
+        os.utime(folder, (written, written))
+    (parent / "mine").mkdir()
+    (parent / "mine" / "file").touch()
+    (parent / f"linked-{'0' * 16}").symlink_to(parent / "mine")
+    (parent / f"file-{'0' * 16}").touch()
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+    return parent
+
+
+def test_rendered_text_is_listed_and_verified(kept: KernelCache, rendered: Path) -> None:
+    data = json.loads(run("list", "--json").stdout)
+    assert [(entry["kind"], entry["holds"]) for entry in data["entries"]] == [
+        ("cubin", "mla_decode"),
+        ("damaged", "damaged"),
+        ("text", "whole"),
+        ("simulator", "gather.cu"),
+        ("damaged", ""),
+    ]
+    assert data["entries"][2]["bytes"] == len("int whole;\n{}")
+    assert data["bytes"] == sum(entry["bytes"] for entry in data["entries"])
+    assert run("list").stdout.splitlines()[-1] == f"{kept.directory}: 5 entries, 0.0 MiB"
+    result = run("verify", "--json")
+    assert result.exit_code == 1 and len(json.loads(result.stdout)["damaged"]) == 2
+    (folder,) = rendered.glob("damaged-*")
+    assert f"{folder}: damaged" in run("verify").stdout
+    (folder / "decode.cu").write_text("int damaged;\n")
+    assert len(json.loads(run("verify", "--json").stdout)["damaged"]) == 1
+    (folder / "more.cuh").touch()
+    assert len(json.loads(run("verify", "--json").stdout)["damaged"]) == 2
+
+
+def test_rendered_text_is_cleared(kept: KernelCache, rendered: Path) -> None:
+    result = run("clear", "--yes", "--older-than", "1d", "--json")
+    assert [Path(each["path"]).name.partition("-")[0] for each in json.loads(result.stdout)["removed"]][-1] == "whole"
+    assert [path.name.partition("-")[0] for path in sorted(rendered.iterdir())] == ["damaged", "file", "linked", "mine"]
+    agreed = run("clear", input="y\n")
+    assert "Remove 2 entries" in agreed.stderr and agreed.stdout.startswith(f"{kept.directory}: 2 entries")
+    assert [path.name.partition("-")[0] for path in sorted(rendered.iterdir())] == ["file", "linked", "mine"]
+    assert (rendered / "mine" / "file").exists() and (rendered / f"linked-{'0' * 16}").is_symlink()
+
+
+def test_text_in_use_stays(kept: KernelCache, rendered: Path) -> None:
+    folder = materialise("used", {"a.cu": "text"})
+    data = json.loads(run("clear", "--yes", "--json").stdout)
+    assert [each["path"] for each in data["in_use"]] == [str(folder)] and len(data["removed"]) == 5
+    assert run("clear", "--yes").stdout == f"{kept.directory}: 0 entries, 0.0 MiB removed; 1 entry, 0.0 MiB in use\n"
+    # Removed all the same, by hand: it is written anew.
+    shutil.rmtree(folder)
+    assert materialise("used", {"a.cu": "text"}) == folder and (folder / "a.cu").read_text() == "text"
+    assert json.loads(run("clear", "--yes", "--json").stdout)["in_use"][0]["path"] == str(folder)
 
 
 def test_a_cleared_entry_is_built_anew(kept: KernelCache) -> None:

@@ -25,13 +25,14 @@ import torch
 from click.testing import CliRunner
 
 import mlaforge
-from mlaforge import api, compiler, doctor
 from mlaforge import cache as cache_module
-from mlaforge.api import generate_yaml, materialise
+from mlaforge import compiler, doctor, rendered
+from mlaforge.api import generate_yaml
 from mlaforge.cache import CacheWarning, Entry, KernelCache
 from mlaforge.compiler import cache_key
 from mlaforge.decode import DecodeRunner, DecodeTensors
 from mlaforge.manifest import Parameter, read_manifest
+from mlaforge.rendered import materialise
 from mlaforge.simulator import Simulator
 from mlaforge_generator import cli
 
@@ -76,6 +77,7 @@ def start(
     drop_root: bool = False,
     bare: bool = False,
     cwd: Path | None = None,
+    stdin: int | None = None,
     **environment: str,
 ) -> subprocess.Popen[str]:
     """Start Python on a script, behind a prefix, with source roots of its own first."""
@@ -84,6 +86,7 @@ def start(
     return subprocess.Popen(
         [*prefix, sys.executable, "-c", script, *map(str, arguments)],
         env={**inherited, **environment, "PYTHONPATH": search, "PYTHONWARNINGS": "always"},
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -253,6 +256,77 @@ for i in range(4):
     assert all(re.fullmatch(r"[0-9a-f]{64}\.(cubin|lock)|\..*\.tmp", name) for name in names(directory))
 
 
+def test_a_folder_in_use_is_not_cleared(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as soon as the process has ended, also when it was killed."""
+    script = """
+import sys
+from mlaforge.api import generate_yaml
+print(generate_yaml("minicpm3"), flush=True)
+sys.stdin.read()
+"""
+    monkeypatch.setenv("MLAFORGE_CACHE_DIR", str(directory))
+    holder = start(script, stdin=subprocess.PIPE)
+    assert holder.stdout is not None
+    folder = Path(holder.stdout.readline().strip())
+    result = CliRunner().invoke(cli.cli, ["cache", "clear", "--yes"])
+    assert result.exit_code == 0 and "0 entries, 0.0 MiB removed; 1 entry, 0." in result.stdout
+    assert (folder / "decode.cu").is_file()
+    # Others may use it at the same time.
+    assert finish(start("from mlaforge.api import generate_yaml; print(generate_yaml('minicpm3'))"))[0] == str(folder)
+    holder.kill()
+    holder.communicate()
+    result = CliRunner().invoke(cli.cli, ["cache", "clear", "--yes"])
+    assert result.exit_code == 0 and result.stdout.startswith(f"{directory}: 1 entry, 0.")
+    assert names(directory / "generated") == []
+
+
+def test_killed_while_a_folder_is_published(directory: Path) -> None:
+    """What is left nobody reads, and `clear` takes it away after an hour."""
+    script = """
+import os, signal
+from pathlib import Path
+from mlaforge.api import generate_yaml
+Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+generate_yaml("minicpm3")
+"""
+    process = start(script, MLAFORGE_CACHE_DIR=str(directory))
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    (left,) = names(directory / "generated")
+    assert rendered.stored(directory) == [] and rendered.clear(directory) == ([], [])
+    assert names(directory / "generated") == [left]
+    os.utime(directory / "generated" / left, (time.time() - 7200,) * 2)
+    rendered.clear(directory)
+    assert names(directory / "generated") == []
+
+
+def test_rendered_while_the_cache_is_cleared(directory: Path) -> None:
+    """Whoever is given a folder finds all files in it, for as long as it wants."""
+    work = """
+import time
+from mlaforge import rendered
+FILES = {f"{i}.cu": str(i) * 1000 for i in range(20)}
+def work(i):
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        if i < 2:
+            rendered.clear(Path(os.environ["MLAFORGE_CACHE_DIR"]))
+            continue
+        child = os.fork()
+        if not child:
+            folder = rendered.materialise("text", FILES)
+            right = all((folder / name).read_text() == text for name, text in FILES.items())
+            os.write(1, b"cached\\n" if "generated" in folder.parts else b"apart\\n")
+            if "generated" not in folder.parts:
+                rendered._remove_temporary(folder, os.getpid())
+            os._exit(not right)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    out, _ = together(work, count=6, MLAFORGE_CACHE_DIR=str(directory))
+    assert out.count("cached") > 5
+    assert all(not name.startswith(".") for name in names(directory / "generated"))
+
+
 def test_killed_between_writing_and_publishing(directory: Path) -> None:
     """What is left is a file of another name, which nobody reads and which `clear` takes away after an hour."""
     script = f"""
@@ -347,6 +421,22 @@ def test_an_entry_that_is_none_in_spite_of_its_digest(directory: Path, forged: b
 CACHE_WARNINGS = "kernels are compiled without the disk cache"
 
 
+# One folder, which is there as long as the process that made it, whatever children of it do.
+ELSEWHERE = """
+import os, sys
+from mlaforge.api import generate_yaml
+folder = generate_yaml("minicpm3")
+if not os.fork():
+    sys.exit()
+os.wait()
+assert (folder / "decode.cu").is_file() and generate_yaml("minicpm3") == folder
+(folder / "decode.cu").unlink()
+other = generate_yaml("minicpm3")
+assert other != folder and (other / "decode.cu").is_file()
+print(folder)
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
 def test_a_read_only_directory(toy: Path, directory: Path, tmp_path: Path) -> None:
     other = toy.with_name("other.cu")
@@ -366,9 +456,8 @@ def test_a_read_only_directory(toy: Path, directory: Path, tmp_path: Path) -> No
         assert err.count(CACHE_WARNINGS) == 1 and "Permission denied" in err and "MLAFORGE_CACHE_DIR" in err
         assert names(directory) == before
         # Rendered folders go elsewhere.
-        script = "from mlaforge.api import generate_yaml; print(generate_yaml('minicpm3'))"
-        out, err = finish(start(script, drop_root=True, TMPDIR=str(tmp_path), **environment))
-        assert Path(out).parent == tmp_path and (Path(out) / "decode.cu").is_file()
+        out, err = finish(start(ELSEWHERE, drop_root=True, TMPDIR=str(tmp_path), **environment))
+        assert Path(out).parent == tmp_path and not list(tmp_path.glob("mlaforge-*"))
     finally:
         directory.chmod(0o755)
 
@@ -578,7 +667,7 @@ def test_a_rendered_folder_that_others_can_write_to(
 ) -> None:
     """Its text is compared before it is used, but somebody could change it right after that."""
     monkeypatch.setenv("MLAFORGE_CACHE_DIR", str(directory))
-    monkeypatch.setattr(api.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(rendered.tempfile, "tempdir", str(tmp_path))
     directory.mkdir(mode=0o700)
     files = {"a.cu": "text", "manifest.json": "{}"}
     folder = materialise("name", files)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +344,91 @@ def test_a_folder_that_is_none_of_ours(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "decode.cu" in result.stderr and len(lines_of(result)) == 1
 
 
+OF_FOLDERS = (["compile"], ["verify"], ["verify", "--device", "sim"], ["trace"], ["bench"])
+
+
+@pytest.mark.parametrize("command", OF_FOLDERS, ids=" ".join)
+@pytest.mark.parametrize("wrong", ["empty", "no JSON", "no dimension", "a file less", "a link that leads nowhere"])
+def test_a_folder_with_faults_is_told_by_every_command(command: list[str], wrong: str, tmp_path: Path) -> None:
+    """Before a missing GPU, too."""
+    folder = tmp_path / "minicpm3"
+    folder.mkdir()
+    if wrong != "empty":
+        run("generate", "minicpm3", "-o", tmp_path)
+    manifest, source = folder / "manifest.json", folder / "gather.cu"
+    if wrong == "no JSON":
+        manifest.write_text("{")
+    elif wrong == "no dimension":
+        manifest.write_text(manifest.read_text().replace('"v_head_dim"', '"v_head"'))
+    elif wrong != "empty":
+        source.unlink()
+        if wrong != "a file less":
+            source.symlink_to("none.cu")
+    result = run(*command, folder)
+    assert result.exit_code == 2 and result.stdout == "" and len(lines_of(result)) == 1
+    name = "gather.cu" if source.is_symlink() or wrong == "a file less" else "manifest.json"
+    assert str(folder) in result.stderr and name in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "NAME"],
+        ["make", "NAME"],
+        ["generate", "NAME"],
+        ["compile", "NAME"],
+        ["verify", "NAME"],
+        ["trace", "NAME"],
+        ["bench", "NAME"],
+        ["tune", "NAME"],
+        ["tune", "NAME", "--threshold"],
+        ["report", "NAME"],
+        ["report", "minicpm3", "--bench", "NAME"],
+        ["export", "NAME", "--format", "cmake", "-o", "x"],
+        ["import", "NAME"],
+        ["generate", "minicpm3", "-o", "NAME"],
+        ["export", "minicpm3", "--format", "cmake", "-o", "NAME"],
+        ["schema", "-o", "NAME"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("name", ["x" * 300, "file/x", "loop"])
+def test_names_of_no_file(command: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line says so, whatever makes the name impossible."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("loop").symlink_to("loop")
+    result = run(*(name if word == "NAME" else word for word in command))
+    assert result.exit_code == 2 and result.stdout == "" and name[-200:] in result.stderr
+    assert sorted(os.listdir()) == ["file", "loop"]
+
+
+def test_what_generate_and_schema_can_not_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not there or is no text has drifted; what can't be read is told."""
+    run("generate", "minicpm3", "-o", tmp_path)
+    path = tmp_path / "minicpm3" / "decode.cu"
+    text = path.read_bytes()
+    for damaged in (b"\xff\x00" + text, text.replace(b"\n", b"\r\n")):
+        path.write_bytes(damaged)
+        result = run("generate", "minicpm3", "-o", tmp_path, "--check")
+        assert result.exit_code == 1 and "decode.cu" in result.stdout and "not what the specs give" in result.stderr
+    assert run("generate", "minicpm3", "-o", "x" * 300, "--check").exit_code == 1
+    assert run("schema", "-o", "x" * 300, "--check").exit_code == 1
+    read = Path.read_bytes
+
+    def refuse(self: Path) -> bytes:
+        if self.is_relative_to(tmp_path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return read(self)
+
+    (tmp_path / "schema.json").touch()
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    for command in (["generate", "minicpm3", "-o", tmp_path], ["schema", "-o", tmp_path / "schema.json"]):
+        result = run(*command, "--check")
+        assert result.exit_code == 2 and len(lines_of(result)) == 1
+        assert "can't be read: Permission denied" in result.stderr
+
+
 def test_a_missing_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise toolchain.ToolchainError("CUTLASS headers not found; run: pip install nvidia-cutlass")
@@ -384,6 +472,21 @@ def test_verify_needs_a_gpu(no_gpu: None) -> None:
     assert result.stderr == (
         "no CUDA GPU found; the kernels can't run here, but `--device sim` runs their text on the CPU\n"
     )
+
+
+def test_verify_needs_torch_under_the_simulator_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported with a sign of life, for it takes seconds."""
+    shown: list[str] = []
+
+    @contextlib.contextmanager
+    def status(what: str) -> Iterator[None]:
+        shown.append(what)
+        yield
+
+    monkeypatch.setattr("mlaforge_generator.cli.devices.status", status)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = run("verify", "minicpm3", "--device", "sim")
+    assert result.exit_code == 3 and "torch can't be imported" in result.stderr and shown == ["importing torch"]
 
 
 def test_verify_needs_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,6 +233,43 @@ def test_exit_codes_are_the_same_everywhere() -> None:
         assert {int(code) for code in re.findall(form, text, re.MULTILINE)} == codes
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", ["plan minicpm3", "plan minicpm3 --json", "schema", "generate --check"])
+def test_output_that_can_not_be_written(arguments: str) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "mlaforge_generator.cli", *arguments.split()]
+        paths = os.pathsep.join(entry for entry in sys.path if entry)
+        environment = {**os.environ, "PYTHONPATH": paths}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    assert (done.returncode, done.stderr) == (2, "No space left on device\n")
+
+
+def test_no_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    result = run("verify", "minicpm3")
+    assert result.exit_code == 2 and result.stderr.startswith("/no/such/folder/mlaforge-")
+    assert result.stderr.endswith(": No such file or directory\n")
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    """As in `mlaforge plan SPEC | head -1`."""
+    for arguments in ("plan minicpm3", "schema"):
+        done = process(
+            "import os, sys\nfrom mlaforge_generator.cli import cli\n"
+            "reader, writer = os.pipe()\nos.close(reader)\nos.dup2(writer, 1)\ncli(sys.argv[1:])",
+            *arguments.split(),
+        )
+        assert done.returncode == 1 and done.stderr == ""
+
+
+def test_a_command_that_is_interrupted() -> None:
+    done = process(
+        "import os, signal\nfrom mlaforge_generator.cli import cli, generate\n"
+        "generate.make_plans = lambda specs: os.kill(os.getpid(), signal.SIGINT)\ncli(['plan', 'minicpm3'])",
+    )
+    assert done.returncode == 1 and done.stderr.strip() == "Aborted!" and done.stdout == ""
+
+
 def on_a_terminal(*arguments: str) -> tuple[int, str, str]:
     """Run a command whose stderr is a terminal and whose stdout is a pipe; give exit code, stdout and stderr."""
     main, terminal = os.openpty()

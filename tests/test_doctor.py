@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,3 +231,35 @@ def test_host_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PATH", str(tmp_path))
     check = doctor._check_host_compiler()
     assert check.state == "warning" and "g++" in check.fix
+
+
+def test_torch_that_fails_in_a_way_of_its_own(tmp_path: Path) -> None:
+    """The other checks go on."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('no such operator')\n")
+    program = (
+        f"import sys; sys.path[:0] = {[str(tmp_path), *filter(None, sys.path)]!r}\n"
+        "from mlaforge_generator.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "doctor", "--json"], capture_output=True, text=True)
+    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    torch = found["torch"]
+    assert torch["state"] == "missing" and "no such operator" in torch["found"] and "--force-reinstall" in torch["fix"]
+    assert found["compiling"]["state"] == "ok" and found["host compiler"]["state"] == "warning"
+    assert done.returncode == 4 and done.stderr.splitlines() == [
+        "kernels can be compiled here, and run nowhere here: there is no Hopper GPU that torch can use"
+    ]
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), OSError(errno.EIO, "I/O error")])
+def test_a_cache_that_can_not_be_looked_at(own_cache: Path, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    own_cache.mkdir()
+    monkeypatch.setenv("MLAFORGE_CACHE_DIR", str(own_cache / ("x" * 300)))
+    check = doctor._check_cache()
+    assert check.state == "warning" and "File name too long" in check.found and "MLAFORGE_CACHE_DIR" in check.fix
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(doctor.Path, "exists", fail)
+    assert f"can't be looked at: {error.strerror}" in doctor._check_cache().found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
 import re
 import threading
@@ -14,17 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dropin import DropIn, Form
 from mlaforge import flash_mla
 from mlaforge.api import generate_yaml
+from mlaforge.compiler import compile_kernel
 from mlaforge.flash_mla import SHIPPED, Family, FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
 from mlaforge.launch import Cuda
 from mlaforge.manifest import read_manifest
 from mlaforge.reference import decode_reference
 from mlaforge.simulator import SimulatorOptions
 from mlaforge.verify import IMPOSSIBLE_PAGE, Problem, check_output, run_problem
+from mlaforge_generator import cli
 from mlaforge_generator.plan import make_plan
 from mlaforge_generator.render import render
 from mlaforge_generator.resources import find_spec
@@ -359,6 +363,69 @@ def test_prepare_compiles_every_kernel_for_the_gpu(monkeypatch: pytest.MonkeyPat
     flash_mla.prepare(d_qk=576, head_dim_v=512, dtype=torch.float16, page_size=32)
     names = ["decode.cu", "decode_16.cu", "decode_32.cu"]
     assert sorted(compiled) == [f"flash_mla_576_512_fp16_32/{name}" for name in names]
+
+
+def compile_for(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.cli, ["compile", *arguments])
+
+
+def test_the_command_leaves_what_a_call_looks_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Under the same keys, of decode alone."""
+    monkeypatch.setenv("MLAFORGE_CACHE_DIR", str(tmp_path))
+    result = compile_for("--flash-mla", "256,128,fp16,16", "--flash-mla", "256,128,fp16,16", "--json")
+    assert result.exit_code == 0, result.stderr
+    kernels = json.loads(result.stdout)
+    assert {each["file"] for each in kernels} == {"decode.cu", "decode_16.cu", "decode_32.cu"} and len(kernels) == 3
+    found: list[bool] = []
+
+    def kernel(self: Cuda, source: Path, *rest: object) -> None:
+        found.append(compile_kernel(source).cache_hit)
+
+    monkeypatch.setattr(flash_mla, "_runners", {})
+    monkeypatch.setattr(Cuda, "kernel", kernel)
+    flash_mla.prepare(d_qk=256, head_dim_v=128, dtype=torch.float16, page_size=16)
+    assert found == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "family"),
+    [
+        ("576,512", V3),
+        ("320,256,bf16", Family(320, 256, "bf16", 64)),
+        ("288,256,fp16,1", Family(288, 256, "fp16", 1)),
+    ],
+)
+def test_families_of_the_command(text: str, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[Family] = []
+
+    def fail(family: Family) -> Path:
+        rendered.append(family)
+        raise ValueError("not today")
+
+    monkeypatch.setattr(flash_mla, "render", fail)
+    assert "not today" in compile_for("--flash-mla", text).stderr and rendered == [family]
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("576", "no family"),
+        ("576,512,fp8", "no family"),
+        ("576,512,bf16,64,1", "no family"),
+        ("-1,512", "no family"),
+        ("576,500", "head_dim_v"),
+        ("576,512,bf16,48", "k_cache"),
+        ("512,576", "head_dim_v"),
+    ],
+)
+def test_what_is_no_family(text: str, word: str) -> None:
+    result = compile_for("--flash-mla", text)
+    assert result.exit_code == 2 and result.stdout == "" and word in result.stderr
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_nothing_to_compile() -> None:
+    assert compile_for().exit_code == 2 and "--flash-mla" in compile_for().stderr
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mlaforge import format_error
 from mlaforge.format_error import BF16, Row, main, measure, to_markdown
 from mlaforge.formats import FORMATS
 from mlaforge.reference import decode_reference
@@ -100,6 +103,43 @@ def test_a_kernel_under_the_simulator(capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 2
     require_small_errors_of_the_kernel(lines)
+
+
+def test_a_bar_names_each_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a terminal; elsewhere the table is all that is printed."""
+    sizes = [
+        "--rank",
+        "128",
+        "--rope",
+        "16",
+        "--batch",
+        "1",
+        "--heads",
+        "1",
+        "--tokens",
+        "20",
+        "--dtypes",
+        "bf16",
+        "nvfp4",
+    ]
+    main(sizes)
+    assert capsys.readouterr().err == ""
+    steps: list[str] = []
+
+    @contextlib.contextmanager
+    def progress(total: int) -> Iterator[Callable[[str], None]]:
+        steps.append(str(total))
+        yield steps.append
+
+    monkeypatch.setattr(format_error, "_progress", progress)
+    main(sizes)
+    assert steps == ["4", "normal, bf16", "normal, nvfp4", "outliers, bf16", "outliers, nvfp4"]
+    monkeypatch.undo()
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    with format_error._progress(2) as begin:
+        begin("first")
+    shown = capsys.readouterr().err
+    assert "first" in shown and "0/2" in shown
 
 
 @pytest.mark.gpu

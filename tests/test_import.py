@@ -236,6 +236,21 @@ def test_what_concerns_attention_is_told_with_a_reason(tmp_path: Path) -> None:
     assert "rope_scaling.beta_fast" in notes and "attention_bias" not in notes
 
 
+@pytest.mark.parametrize(
+    ("name", "scheme"), [("kv_cache_scheme", {"num_bits": 8, "type": "float"}), ("kv_cache_quant_algo", "FP8")]
+)
+def test_a_cache_that_is_quantised_is_told(tmp_path: Path, name: str, scheme: object) -> None:
+    result = imported(tmp_path, config(*DEEPSEEK, quantization_config={"quant_method": "x", name: scheme}))
+    whys = {note.field: note.why for note in result.notes}
+    assert "cache.dtype=fp8_e4m3" in whys[f"quantization_config.{name}"]
+    assert f"#   quantization_config.{name} = " in result.text
+    spec = imported(tmp_path, config(*DEEPSEEK, quantization_config={name: scheme}), **{"cache.dtype": "fp8_e4m3"}).spec
+    assert spec.cache.dtype == "fp8_e4m3"
+    for of_weights in ({"quant_method": "x"}, {name: None}, ["x"]):
+        notes = {note.field for note in imported(tmp_path, config(*DEEPSEEK, quantization_config=of_weights)).notes}
+        assert "quantization_config" in notes and not any("kv_cache" in note for note in notes)
+
+
 @pytest.mark.parametrize(("word", "dtype"), [("float16", "fp16"), ("torch.bfloat16", "bf16")])
 def test_the_dtype_under_either_name(tmp_path: Path, word: str, dtype: str) -> None:
     for name in ("dtype", "torch_dtype"):
@@ -440,6 +455,21 @@ def test_a_plugins_json(tmp_path: Path) -> None:
     assert spec.dispatch.prefill_absorption_threshold == 512 and result.notes == ()
 
 
+@pytest.mark.parametrize(
+    ("word", "dtype"),
+    [
+        ("half", "fp16"),
+        ("fp8", "fp8_e4m3"),
+        ("float8_e4m3fn", "fp8_e4m3"),
+        ("fp8_ds_mla", "fp8_ds_mla"),
+        ("nvfp4",) * 2,
+    ],
+)
+def test_the_cache_of_a_plugin(tmp_path: Path, word: str, dtype: str) -> None:
+    plugin = {"mla_plugin": {**PLUGIN, "kv_cache_dtype": word}}
+    assert imported(tmp_path, plugin, **V_HEAD_DIM).spec.cache.dtype == dtype
+
+
 def test_a_plugin_says_nothing_of_v(tmp_path: Path) -> None:
     (line,) = faults(tmp_path, {"mla_plugin": PLUGIN})
     assert line.startswith("model.v_head_dim: missing")
@@ -462,7 +492,8 @@ def test_what_our_kernels_can_not_have_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"kv_cache_dtype": "fp8"}, "mla_plugin.kv_cache_dtype"),
+        ({"kv_cache_dtype": "int8"}, "mla_plugin.kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "mla_plugin.kv_cache_dtype"),
         ({"page_size": 48}, "mla_plugin.page_size"),
         ({"num_heads": "128"}, "mla_plugin.num_heads"),
         ({"prefill_absorption_threshold": -1}, "mla_plugin.prefill_absorption_threshold"),

@@ -507,6 +507,45 @@ def test_no_such_model(status: int, body: object) -> None:
     assert problem["fix"].startswith("it has m-10, ") and "others" in problem["fix"]
 
 
+def refusal(field: str) -> Reply:
+    words = f"Unsupported parameter: '{field}' is not supported with this model m-1."
+    error = {"message": words, "type": "invalid_request_error", "param": field, "code": "unsupported_parameter"}
+    return as_json(400, {"error": error})
+
+
+def test_a_model_that_counts_tokens_under_another_name() -> None:
+    def behaviour(request: Request, handler: object) -> Reply:
+        return refusal("max_tokens") if "max_tokens" in request.body else as_json(200, completion("391"))
+
+    with serving(behaviour) as server:
+        call = ("--model", "m-1", "--base-url", server.base_url, "--api-key", KEY, "--max-tokens", "77")
+        assert probe(*call).exit_code == 0
+    first, second = (request.body for request in server.requests)
+    assert first.pop("max_tokens") == second.pop("max_completion_tokens") == 77 and first == second
+
+
+@pytest.mark.parametrize("field", ["temperature", "max_tokens"])
+def test_a_field_that_is_not_taken(field: str) -> None:
+    """It is none of the model's name, whatever words there are."""
+    with serving(
+        lambda request, handler: refusal(field if field in request.body else "max_completion_tokens")
+    ) as server:
+        problem = failed(server.base_url)
+    assert (
+        problem["kind"] == "refused_field"
+        and problem["status"] == 400
+        and "Unsupported parameter" in problem["message"]
+    )
+    assert len(server.requests) == (2 if field == "temperature" else 4)
+
+
+@pytest.mark.parametrize("body", [{"error": {"param": ["max_tokens"]}}, {"error": "max_tokens"}, ["max_tokens"]])
+def test_what_names_no_field(body: object) -> None:
+    with serving(replies(400, body)) as server:
+        assert failed(server.base_url)["kind"] == "refused"
+    assert len(server.requests) == 2
+
+
 def test_no_such_model_and_no_list_either() -> None:
     with serving(replies(*MODEL_ERRORS[0])) as server:
         assert "does not say" in failed(server.base_url)["fix"]

@@ -465,6 +465,15 @@ def test_svg(case: Case) -> None:
         assert 0 <= float(element.get("x", 0)) <= float(element.get("x", 0)) + float(element.attrib["width"]) <= width
 
 
+def test_a_quantised_cache() -> None:
+    """One with a scale for the whole of it, which decode has to be given."""
+    timeline = trace_decode(GENERATED / "deepseek_v3_fp8_e4m3", Problem(lengths=(100, 3), h_q=4))
+    assert timeline.fault is None
+    assert all(lane.spans or lane.flights for lane in timeline.warps if lane.group != "idle")
+    assert any(flight.kind == "copy" for lane in timeline.warps for flight in lane.flights)
+    assert any(lane.spans for lane in timeline.buffers)
+
+
 def test_a_run_that_fails_is_drawn_up_to_the_fault() -> None:
     timeline = broken_timeline()
     assert timeline.fault is not None and "deadlock" in timeline.fault

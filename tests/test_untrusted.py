@@ -146,6 +146,10 @@ def test_an_entry_is_an_identifier(folder: Path, path: tuple[str | int, ...], en
         (("d_qk",), None),
         (("kernels",), []),
         (("model",), 3),
+        (("model", "v_head_dim"), None),
+        (("model", "v_head_dim"), "128"),
+        (("model", "kv_lora_rank"), -512),
+        (("model", "qk_rope_head_dim"), 1 << 40),
     ],
     ids=str,
 )

@@ -27,10 +27,12 @@ def diff_folder(folder: Path, files: Mapping[str, str]) -> str:
     parts: list[str] = []
     for name, text in files.items():
         path = folder / name
-        found = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if found != text or not path.is_file():
+        found = path.read_bytes() if path.is_file() else None
+        if found != text.encode():
+            # What is damaged need not be UTF-8.
+            shown = (found or b"").decode(errors="replace")
             parts += difflib.unified_diff(
-                found.splitlines(keepends=True), text.splitlines(keepends=True), str(path), f"generated {name}"
+                shown.splitlines(keepends=True), text.splitlines(keepends=True), str(path), f"generated {name}"
             )
     parts += [f"{path}: no longer generated\n" for path in _stale(folder, files)]
     return "".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
@@ -25,4 +26,6 @@ def spec_dir() -> Path:
 def find_spec(name: str) -> Path:
     """Path of a spec given as a file, or by the name of a shipped one. A name without a file stays as it is."""
     shipped = spec_dir() / f"{name}.yaml"
-    return shipped if "/" not in name and not name.endswith((".yaml", ".yml")) and shipped.is_file() else Path(name)
+    # os.path: a name that is too long is that of no file, and no error.
+    is_name = "/" not in name and not name.endswith((".yaml", ".yml"))
+    return shipped if is_name and os.path.isfile(shipped) else Path(name)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
-import shutil
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mlaforge.cache import default_directory, is_trusted
 from mlaforge.calls import kernel_key
 from mlaforge.chunked import ChunkedPrefill, ContextLimits, ContextRounds, context_rounds
 from mlaforge.chunked import loaded as loaded_chunked
@@ -25,6 +19,7 @@ from mlaforge.memory import MemoryKernels
 from mlaforge.memory import loaded as loaded_memory
 from mlaforge.prefill import PrefillRunner
 from mlaforge.prefill import loaded as loaded_prefill
+from mlaforge.rendered import materialise
 from mlaforge.simulator import Simulator, SimulatorOptions
 
 if TYPE_CHECKING:
@@ -463,7 +458,7 @@ def load(spec: str | os.PathLike[str], *, device: str = "cuda", simulator: Simul
     if device not in ("cuda", "sim"):
         raise ValueError(f"device is {device!r}; it must be 'cuda' or 'sim'")
     path = Path(spec)
-    manifest = read_manifest(path if path.is_dir() else generate_yaml(os.fspath(spec)))
+    manifest = read_manifest(path if os.path.isdir(path) else generate_yaml(os.fspath(spec)))
     return MLA(manifest, Cuda() if device == "cuda" else Simulator(simulator or SimulatorOptions()))
 
 
@@ -494,54 +489,3 @@ def _generate(spec: Spec) -> Path:
     from mlaforge_generator.render import render
 
     return materialise(spec.name, render(make_plan(spec)))
-
-
-def materialise(name: str, files: Mapping[str, str]) -> Path:
-    """Put rendered files in a folder of the cache directory, named by their content; give the folder."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(f"{file}\0{len(files[file])}\0{files[file]}".encode())
-    cache = default_directory()
-    if cache is not None:
-        folder = cache / "generated" / f"{name}-{digest.hexdigest()[:16]}"
-        # What is in it is compiled and run: nobody else may change it between now and then.
-        if all(is_trusted(each) for each in (cache, folder.parent, folder)):
-            if all(_holds(folder / file, text) for file, text in files.items()):
-                return folder
-            # A directory that is read-only, or full, is no reason not to go on.
-            with contextlib.suppress(OSError):
-                return _publish(folder, files)
-    folder = Path(tempfile.mkdtemp(prefix=f"mlaforge-{name}-"))
-    _write(folder, files)
-    return folder
-
-
-def _publish(folder: Path, files: Mapping[str, str]) -> Path:
-    """Write a folder aside and rename it: another process never sees half of it."""
-    # One by one, for the mode is only that of the last: a cache that others can write to is none.
-    for each in (folder.parent.parent, folder.parent):
-        each.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
-    try:
-        _write(aside, files)
-        try:
-            aside.rename(folder)
-        except OSError:
-            # Somebody was faster, or the folder was damaged: its files are what they must be, or are made so.
-            for file in files:
-                os.replace(aside / file, folder / file)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return folder
-
-
-def _write(folder: Path, files: Mapping[str, str]) -> None:
-    for file, text in files.items():
-        (folder / file).write_text(text, encoding="utf-8")
-
-
-def _holds(path: Path, text: str) -> bool:
-    try:
-        return path.read_bytes() == text.encode()
-    except OSError:
-        return False

@@ -297,7 +297,7 @@ class MLAAttention(nn.Module):
         rank, nope = self.config.kv_lora_rank, self.config.qk_nope_head_dim
         q = take(q, group.tokens)
         absorbed = q.new_empty((q.shape[0], self.num_heads, self.mla.manifest.d_qk))
-        torch.bmm(q[..., :nope].transpose(0, 1), self.w_uk, out=absorbed[..., :rank].transpose(0, 1))
+        _bmm(q[..., :nope].transpose(0, 1), self.w_uk, absorbed[..., :rank].transpose(0, 1))
         absorbed[..., rank:] = q[..., nope:]
         latent, _ = self.mla.decode(
             absorbed.view(group.requests, group.s_q, self.num_heads, -1),
@@ -312,7 +312,7 @@ class MLAAttention(nn.Module):
         if group.kept is not None:
             latent = latent.index_select(0, group.kept)
         if isinstance(group.written, slice):
-            torch.bmm(latent.transpose(0, 1), self.w_uv.mT, out=out[group.written].transpose(0, 1))
+            _bmm(latent.transpose(0, 1), self.w_uv.mT, out[group.written].transpose(0, 1))
         else:
             values = torch.bmm(latent.transpose(0, 1), self.w_uv.mT)
             out.index_copy_(0, group.written, values.transpose(0, 1))
@@ -354,6 +354,15 @@ class MLAAttention(nn.Module):
         )
         if not isinstance(group.tokens, slice):
             out.index_copy_(0, group.tokens, values)
+
+
+def _bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Write products to a view."""
+    if torch.compiler.is_compiling():
+        # torch.compile takes no view to write to, and has the copy be part of another kernel.
+        out.copy_(torch.bmm(a, b))
+    else:
+        torch.bmm(a, b, out=out)
 
 
 def _check_model(config: AttentionConfig, mla: MLA) -> None:

@@ -32,7 +32,7 @@ _LENGTHS = struct.Struct("<QQ")
 _DIGEST_SIZE = hashlib.sha256().digest_size
 _FILE = re.compile(r"([0-9a-f]{64})\.cubin")
 _LEFTOVER = re.compile(r"\..*\.tmp|[0-9a-f]{64}\.lock")
-_LEFTOVER_SECONDS = 3600.0
+LEFTOVER_SECONDS = 3600.0
 """No compile takes as long: what is older was left behind by a process that was killed."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _POLL_SECONDS = 0.02
@@ -276,7 +276,7 @@ class KernelCache:
             if before is None or each.written < before:
                 each.path.unlink(missing_ok=True)
                 removed.append(each)
-        deadline = time.time() - _LEFTOVER_SECONDS
+        deadline = time.time() - LEFTOVER_SECONDS
         for path, status in self._files(_LEFTOVER):
             if status.st_mtime < deadline:
                 path.unlink(missing_ok=True)
@@ -354,7 +354,7 @@ def _try_lock(path: Path) -> int | None:
         # The operating system frees a flock when its holder dies, however it dies: no lock can go stale.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The holder before us removed the file before it let go. A lock on a removed file keeps nobody out.
-        locked = _same_file(descriptor, path)
+        locked = same_file(descriptor, path)
     except BlockingIOError:
         pass
     finally:
@@ -363,7 +363,8 @@ def _try_lock(path: Path) -> int | None:
     return descriptor if locked else None
 
 
-def _same_file(descriptor: int, path: Path) -> bool:
+def same_file(descriptor: int, path: Path) -> bool:
+    """Tell whether a path still leads to what was opened."""
     try:
         on_disk = os.stat(path)
     except FileNotFoundError:

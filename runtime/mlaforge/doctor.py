@@ -154,6 +154,10 @@ def _check_torch() -> Check:
         import torch
     except (ImportError, OSError) as error:
         return Check("torch", "missing", _line(error), f"pip install {requirement_of('torch')}")
+    except Exception as error:
+        # A torch that does not fit what is beside it fails in any way.
+        fix = f"pip install --force-reinstall {requirement_of('torch')}"
+        return Check("torch", "missing", f"{type(error).__name__} while it is imported: {_line(error)}", fix)
     cuda = torch.version.cuda
     found = f"{torch.__version__}, {f'CUDA {cuda}' if cuda else 'for CPUs'}"
     facts = {"version": str(torch.__version__), "cuda": cuda, "cuda_available": torch.cuda.is_available()}
@@ -236,6 +240,15 @@ def _check_cache() -> Check:
     if directory is None:
         return Check(name, "warning", "none of MLAFORGE_CACHE_DIR, XDG_CACHE_HOME and HOME names a directory", fix)
     facts: dict[str, Any] = {"directory": str(directory)}
+    try:
+        return _look_at_cache(name, fix, directory, facts)
+    except OSError as error:
+        # Below a folder that may not be searched, or with a name that is too long.
+        found = f"{directory} can't be looked at: {error.strerror or error}"
+        return Check(name, "warning", found, fix, facts)
+
+
+def _look_at_cache(name: str, fix: str, directory: Path, facts: dict[str, Any]) -> Check:
     if not directory.exists():
         parent = next(each for each in directory.parents if each.exists())
         if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
@@ -265,7 +278,7 @@ def _check_host_compiler() -> Check:
     name = "host compiler"
     try:
         from mlaforge.simulator import CompilerMissingError, find_compiler
-    except (ImportError, OSError) as error:
+    except Exception as error:
         return Check(name, "warning", f"the simulator can't be imported: {_line(error)}", "see torch above")
     try:
         compiler = find_compiler()

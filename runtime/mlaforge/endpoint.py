@@ -264,7 +264,7 @@ def ask(endpoint: Endpoint, prompt: str, *, timeout: float = 30.0, max_tokens: i
         EndpointError: there is no answer.
         ClientMissingError: the openai client is not installed.
     """
-    request = {
+    request: dict[str, Any] = {
         "model": endpoint.model,
         "messages": [{"role": "user", "content": prompt}],
         "temperature": 0,
@@ -278,7 +278,14 @@ def ask(endpoint: Endpoint, prompt: str, *, timeout: float = 30.0, max_tokens: i
 
         start = time.monotonic()
         try:
-            status, body = _within(timeout, send)
+            try:
+                status, body = _within(timeout, send)
+            except Exception as error:
+                if _refused_field(error) != "max_tokens":
+                    raise
+                # Models that reason know it by another name alone, which older servers do not know.
+                request["max_completion_tokens"] = request.pop("max_tokens")
+                status, body = _within(max(start + timeout - time.monotonic(), 0.0), send)
         except Exception as error:
             raise _explain(endpoint, client, error, timeout) from None
         seconds = time.monotonic() - start
@@ -500,6 +507,10 @@ def _explain_status(endpoint: Endpoint, client: Any, error: Exception, status: i
             f"the endpoint rejects the key in {endpoint.api_key_from}",
             f"is it a key for this address, whole and not withdrawn? {endpoint.base_url_from} must belong to it",
         )
+    if (refused := _refused_field(error)) is not None:
+        fix = "ask a model that takes it: without it an answer would be one of many" if refused == "temperature" else ""
+        message = f"the endpoint does not take the request's {refused}"
+        return because("refused_field", message, fix or "see what it says")
     if status in (400, 403, 404, 422) and _is_of_model(endpoint.model, lower):
         return because("no_model", "the endpoint has no such model", _models(endpoint, client, timeout))
     if status == 403:
@@ -555,6 +566,20 @@ def _quoted(text: str) -> str:
     """Give another's text in a line, without what a terminal would act on."""
     line = "".join(character for character in " ".join(text.split()) if character.isprintable())
     return line if len(line) <= _MAX_QUOTED else f"{line[:_MAX_QUOTED]}..."
+
+
+def _refused_field(error: Exception) -> str | None:
+    """Name the field of the request that a server says it does not take; None if it says nothing of the kind."""
+    if getattr(error, "status_code", None) not in (400, 422):
+        return None
+    try:
+        said = json.loads(error.response.text)  # type: ignore[attr-defined]
+    except Exception:
+        # No JSON, or a body that was broken off.
+        return None
+    said = said.get("error") if isinstance(said, dict) else None
+    named = said.get("param") if isinstance(said, dict) else None
+    return named if isinstance(named, str) and named in ("temperature", "max_tokens", "max_completion_tokens") else None
 
 
 def _is_of_model(model: str, lower: str) -> bool:

@@ -185,8 +185,8 @@ def prepare(
 ) -> None:
     """Compile all kernels of a family ahead of its first call, for this process and into the compile cache.
 
-    Needs no GPU. The families of `SHIPPED` share their kernels with a shipped spec: `mlaforge compile` of its name does
-    the same.
+    Needs no GPU. `mlaforge compile --flash-mla 576,512,bf16,64` does the same from a shell, into the compile cache. The
+    families of `SHIPPED` share their kernels with a shipped spec, whose name will do, too.
 
     Args:
         d_qk: elements of a head of q, and of a cached token.
@@ -257,15 +257,20 @@ def _runner(family: Family, device_type: str) -> DecodeRunner:
         return runner
     with _lock:
         if (family, device_type) not in _runners:
-            shipped = SHIPPED.get(family)
-            folder = generate_yaml(shipped) if shipped is not None else _generate(family)
-            _runners[family, device_type] = DecodeRunner(read_manifest(folder), _BACKENDS[device_type])
+            _runners[family, device_type] = DecodeRunner(read_manifest(render(family)), _BACKENDS[device_type])
         return _runners[family, device_type]
 
 
-def _generate(family: Family) -> Path:
+def render(family: Family) -> Path:
+    """Render the kernels of a family into the cache directory; give the folder, of which calls run the decode kernels.
+
+    Raises:
+        ValueError: no kernel has such a shape.
+    """
     from mlaforge_generator.errors import SpecError
 
+    if (shipped := SHIPPED.get(family)) is not None:
+        return generate_yaml(shipped)
     try:
         return generate_tree(family.tree())
     except SpecError as error:

@@ -9,8 +9,9 @@ stand for.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -249,6 +250,20 @@ def _cells(error: AttentionError) -> tuple[str, str, str, str]:
     return (*shares, f"{error.out_cosine:.1e}", f"{error.lse_max:.2g}")
 
 
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar on a terminal; yields what is called as each step begins."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        # What has begun is not done.
+        task = bar.add_task("", total=total, completed=-1)
+        yield lambda what: bar.update(task, advance=1, description=what)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the errors as a table in Markdown."""
     parser = argparse.ArgumentParser(prog="python -m mlaforge.format_error", description=main.__doc__)
@@ -264,22 +279,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9):
         parser.error("--device cuda: there is no Hopper GPU here; `--device sim` runs the kernels' text on the CPU")
-    decoders = None if given.device is None else load_decoders(given.dtypes, given.rank, given.rope, given.device)
-    rows = {
-        data: measure(
-            given.rank,
-            given.rope,
-            outliers=data == "outliers",
-            batch=given.batch,
-            heads=given.heads,
-            tokens=given.tokens,
-            seed=given.seed,
-            dtypes=given.dtypes,
-            decoders=decoders,
-            device="cuda" if given.device == "cuda" else "cpu",
-        )
-        for data in ("normal", "outliers")
-    }
+    rows: dict[str, list[Row]] = {"normal": [], "outliers": []}
+    with _progress(len(given.dtypes) * (len(rows) + (given.device is not None))) as begin:
+        decoders: dict[str, MLA] | None = None
+        if given.device is not None:
+            decoders = {}
+            for dtype in given.dtypes:
+                begin(f"compiling decode, {dtype}")
+                decoders |= load_decoders([dtype], given.rank, given.rope, given.device)
+        for data in rows:
+            for dtype in given.dtypes:
+                begin(f"{data}, {dtype}")
+                rows[data] += measure(
+                    given.rank,
+                    given.rope,
+                    outliers=data == "outliers",
+                    batch=given.batch,
+                    heads=given.heads,
+                    tokens=given.tokens,
+                    seed=given.seed,
+                    dtypes=[dtype],
+                    decoders=decoders,
+                    device="cuda" if given.device == "cuda" else "cpu",
+                )
     print(to_markdown(rows))
 
 

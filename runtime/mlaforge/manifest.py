@@ -24,6 +24,8 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _TARGET = re.compile(r"sm_[0-9]{2,3}[af]?")
 _CTYPE = re.compile(r"[A-Za-z_][A-Za-z0-9_ ]{0,99}\*?")
+_DIMENSIONS = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_MAX_DIMENSION = 1 << 20
 
 
 class ManifestError(ValueError):
@@ -206,7 +208,7 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
         folder=folder,
         name=_text(_NAME, data["name"]),
         target=_text(_TARGET, data["target"]),
-        model=dict(data["model"]),
+        model=_model(data["model"]),
         tensor_parallel=int(data["tensor_parallel"]),
         element=str(data["element"]),
         cache=CacheFormat(
@@ -223,6 +225,14 @@ def _parse(folder: Path, data: Mapping[str, Any]) -> Manifest:
         decodes=tuple(_decode(folder, item) for item in (*data["narrow_decodes"], data["decode"])),
         kernels={str(name): _kernel(folder, item) for name, item in data["kernels"].items()},
     )
+
+
+def _model(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    model = dict(item)
+    for name in _DIMENSIONS:
+        if type(model[name]) is not int or not 0 <= model[name] < _MAX_DIMENSION:
+            raise ValueError(f"model.{name} is {model[name]!r:.100}")
+    return model
 
 
 def _decode(folder: Path, item: Mapping[str, Any]) -> DecodeKernel:

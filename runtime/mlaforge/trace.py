@@ -198,6 +198,7 @@ def trace_decode(folder: Path, problem: Problem | None = None, options: Simulato
                 inputs.kv_cache,
                 inputs.block_table,
                 inputs.cache_seqlens,
+                tensor_scale=inputs.tensor_scale,
                 causal=problem.causal,
                 softmax_scale=problem.softmax_scale or None,
             )

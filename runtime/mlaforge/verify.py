@@ -491,8 +491,8 @@ def check_output(
     its relative tolerance, and `out` as a whole within that of the cosine. `out` is compared with the reference rounded
     to its own type. The absolute tolerance of `lse` is meant for scores as small as those of FlashMLA's inputs; where q
     was multiplied by `q_gain` or the latents by up to `value_gain`, so is it. `score_error` is what float32 may lose of
-    a scaled score: a weight is off by as much, and the cosine by half its square; what that does to `out` grows with the
-    latents.
+    a scaled score: a weight is off by as much, and the cosine by half its square; what that does to `out` grows with
+    the latents.
     """
     cosine = max(OUT_COSINE_TOLERANCE, score_error**2 / 2)
     out_tolerance = OUT_ABS_TOLERANCE * (value_gain if score_error else 1)

@@ -14,6 +14,7 @@ from .output import print_json, print_parts, progress
 
 if TYPE_CHECKING:
     from mlaforge.cache import Entry, KernelCache, Stored
+    from mlaforge.rendered import Rendered
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MIB = 1 << 20
@@ -36,7 +37,8 @@ class _Age(click.ParamType[float]):
 def cache() -> None:
     """List, check or clear the compile cache.
 
-    It is in $MLAFORGE_CACHE_DIR, else in $XDG_CACHE_HOME/mlaforge, else in ~/.cache/mlaforge.
+    It is in $MLAFORGE_CACHE_DIR, else in $XDG_CACHE_HOME/mlaforge, else in ~/.cache/mlaforge, and holds cubins,
+    libraries of the simulator, and folders of kernels' text that were rendered from YAML.
     """
 
 
@@ -46,21 +48,20 @@ def list_(as_json: bool) -> None:
     """List entries, the newest first, with their sizes and ages."""
     kept = _open()
     stored = _stored(kept)
-    entries = _read(stored)
+    entries = [(each, _about(each, held)) for each, held in _read(stored)]
     if as_json:
         print_json(
             {
                 "directory": str(kept.directory),
                 "bytes": sum(each.bytes for each in stored),
-                "entries": [{**_json(each), **_about(entry)} for each, entry in entries],
+                "entries": [{**_json(each), **about} for each, about in entries],
             }
         )
         return
     from ..tables import table
 
     rows = []
-    for each, entry in entries:
-        about = _about(entry)
+    for each, about in entries:
         rows.append(
             (each.key[:12], about["kind"], about["holds"], f"{each.bytes:,}", _span(time.time() - each.written))
         )
@@ -77,7 +78,7 @@ def verify(as_json: bool) -> None:
     """
     kept = _open()
     stored = _stored(kept)
-    damaged = [each for each, entry in _read(stored) if entry is None]
+    damaged = [each for each, held in _read(stored) if held is None]
     if as_json:
         print_json(
             {
@@ -102,21 +103,33 @@ def verify(as_json: bool) -> None:
 def clear(older_than: float | None, yes: bool, as_json: bool) -> None:
     """Remove entries, and what processes that were killed left behind.
 
-    Only files that the cache wrote are removed. Whoever uses the cache meanwhile compiles anew what is missing.
+    Only files that the cache wrote are removed. Whoever uses the cache meanwhile compiles anew what is missing; text
+    of which a process has loaded kernels stays.
     """
+    from mlaforge.rendered import clear as clear_rendered
+
     kept = _open(to_read=False)
     before = None if older_than is None else time.time() - older_than
     chosen = [each for each in _stored(kept) if before is None or each.written < before]
     if chosen and not yes:
         click.confirm(f"Remove {_sum(chosen)} from {kept.directory}?", abort=True, err=True)
     try:
-        removed = kept.clear(before)
+        removed: list[Stored | Rendered] = [*kept.clear(before)]
+        folders, in_use = clear_rendered(kept.directory, before)
     except OSError as error:
         raise UsageFailure(f"{error.filename}: can't be removed: {error.strerror}") from None
+    removed += folders
     if as_json:
-        print_json({"directory": str(kept.directory), "removed": [_json(each) for each in removed]})
+        print_json(
+            {
+                "directory": str(kept.directory),
+                "removed": [_json(each) for each in removed],
+                "in_use": [_json(each) for each in in_use],
+            }
+        )
     else:
-        click.echo(f"{kept.directory}: {_sum(removed)} removed")
+        stay = f"; {_sum(in_use)} in use" if in_use else ""
+        click.echo(f"{kept.directory}: {_sum(removed)} removed{stay}")
 
 
 def _open(*, to_read: bool = True) -> KernelCache:
@@ -133,38 +146,50 @@ def _open(*, to_read: bool = True) -> KernelCache:
     return KernelCache(directory)
 
 
-def _stored(kept: KernelCache) -> list[Stored]:
+def _stored(kept: KernelCache) -> list[Stored | Rendered]:
+    from mlaforge.rendered import stored
+
     try:
-        return kept.stored()
+        both: list[Stored | Rendered] = [*kept.stored(), *stored(kept.directory)]
+        return sorted(both, key=lambda each: -each.written)
     except OSError as error:
-        raise UsageFailure(f"{kept.directory}: can't be read: {error.strerror}") from None
+        raise UsageFailure(f"{error.filename or kept.directory}: can't be read: {error.strerror}") from None
 
 
-def _read(stored: Sequence[Stored]) -> list[tuple[Stored, Entry | None]]:
+def _read(stored: Sequence[Stored | Rendered]) -> list[tuple[Stored | Rendered, Entry | Rendered | None]]:
     """Read entries, which for a large cache takes a while; None of one that is damaged."""
-    made = []
+    from mlaforge.cache import Stored
+
+    made: list[tuple[Stored | Rendered, Entry | Rendered | None]] = []
     with progress("reading entries", len(stored)) as advance:
         for each in stored:
-            made.append((each, each.read()))
+            if isinstance(each, Stored):
+                made.append((each, each.read()))
+            else:
+                made.append((each, each if each.is_whole() else None))
             advance()
     return made
 
 
-def _json(stored: Stored) -> dict[str, Any]:
+def _json(stored: Stored | Rendered) -> dict[str, Any]:
     age = max(time.time() - stored.written, 0.0)
     return {"key": stored.key, "path": str(stored.path), "bytes": stored.bytes, "age_seconds": round(age, 1)}
 
 
-def _about(entry: Entry | None) -> dict[str, str]:
-    """Say what an entry holds: a cubin's kernels, or the text of which a simulator's library was built."""
-    if entry is None:
-        return {"kind": "damaged", "holds": ""}
-    if "kernels" in entry.meta:
-        return {"kind": "cubin", "holds": ", ".join(str(kernel["entry"]) for kernel in entry.meta["kernels"])}
-    return {"kind": "simulator", "holds": str(entry.meta.get("source", ""))}
+def _about(stored: Stored | Rendered, held: Entry | Rendered | None) -> dict[str, str]:
+    """Say what an entry holds: a cubin's kernels, what a simulator's library was built of, or whose text it is."""
+    from mlaforge.rendered import Rendered
+
+    if held is None:
+        return {"kind": "damaged", "holds": stored.name if isinstance(stored, Rendered) else ""}
+    if isinstance(held, Rendered):
+        return {"kind": "text", "holds": held.name}
+    if "kernels" in held.meta:
+        return {"kind": "cubin", "holds": ", ".join(str(kernel["entry"]) for kernel in held.meta["kernels"])}
+    return {"kind": "simulator", "holds": str(held.meta.get("source", ""))}
 
 
-def _sum(stored: Sequence[Stored]) -> str:
+def _sum(stored: Sequence[Stored | Rendered]) -> str:
     count = len(stored)
     return f"{count} {'entry' if count == 1 else 'entries'}, {sum(each.bytes for each in stored) / _MIB:.1f} MiB"
 

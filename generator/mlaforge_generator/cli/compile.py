@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..target import TARGETS
+from . import devices
 from .group import ToolchainFailure, UsageFailure, cli
 from .inputs import complete_spec, make_folders
 from .output import print_json, print_parts, progress
@@ -23,33 +25,79 @@ if TYPE_CHECKING:
     from mlaforge.manifest import Manifest
 
 
+class _Family(click.ParamType[tuple[int, int, str, int]]):
+    """Shapes that share kernels of mlaforge.flash_mla: d_qk, head_dim_v, dtype, page size."""
+
+    name = "D_QK,D_V[,DTYPE[,PAGE]]"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int, str, int]:
+        """Read the family."""
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"([0-9]{1,5}),([0-9]{1,5})(?:,(bf16|fp16)(?:,([0-9]{1,5}))?)?", value)
+        if match is None:
+            self.fail(f"{value!r} is no family, as in 576,512 or 576,512,fp16,16", param, ctx)
+        return int(match[1]), int(match[2]), match[3] or "bf16", int(match[4] or 64)
+
+
 @cli.command(name="compile")
-@click.argument("specs", nargs=-1, required=True, metavar="SPEC|DIR...", shell_complete=complete_spec)
+@click.argument("specs", nargs=-1, metavar="[SPEC|DIR]...", shell_complete=complete_spec)
+@click.option(
+    "--flash-mla",
+    "families",
+    type=_Family(),
+    multiple=True,
+    help="Also the kernels that mlaforge.flash_mla takes for these shapes: widths of q and of V, bf16 or fp16, tokens "
+    "of a page.  [default: bf16, 64; may be repeated]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def compile_(specs: tuple[str, ...], as_json: bool) -> None:
+def compile_(specs: tuple[str, ...], families: tuple[tuple[int, int, str, int], ...], as_json: bool) -> None:
     """Compile kernels and report on them.
 
-    Takes specs and generated folders. Needs no GPU.
+    Takes specs and generated folders. Needs no GPU. What it compiles is in the cache for whoever loads it.
     """
+    if not (specs or families):
+        raise click.UsageError("there is nothing to compile: name a spec or a folder, or give --flash-mla")
     with tempfile.TemporaryDirectory(prefix="mlaforge-") as scratch:
-        compiled = compile_folders(make_folders(specs, Path(scratch)))
+        compiled = compile_folders(make_folders(specs, Path(scratch)), decode_of=_render(families))
     if as_json:
         print_json([compile_json(manifest, kernel) for manifest, kernel in compiled])
     else:
         print_parts(compile_tables(compiled))
 
 
-def compile_folders(folders: Sequence[Path]) -> list[tuple[Manifest, CompiledKernel]]:
-    """Compile the kernels of folders, and give each with its manifest; `Failure` says what is wrong."""
-    from mlaforge.compiler import CompileError, KernelWarning, compile_many
-    from mlaforge.manifest import ManifestError, read_manifest
-    from mlaforge.toolchain import ToolchainError
+def _render(families: Sequence[tuple[int, int, str, int]]) -> list[Path]:
+    """Give the folders of families."""
+    if not families:
+        return []
+    devices.require_torch()
+    from mlaforge.flash_mla import Family, render
 
     try:
-        manifests = [read_manifest(folder) for folder in folders]
-    except ManifestError as error:
-        raise UsageFailure(str(error)) from None
+        return [render(Family(*family)) for family in dict.fromkeys(families)]
+    except ValueError as error:
+        raise UsageFailure(f"--flash-mla: {error}") from None
+
+
+def compile_folders(
+    folders: Sequence[Path], *, decode_of: Sequence[Path] = ()
+) -> list[tuple[Manifest, CompiledKernel]]:
+    """Compile the kernels of folders, and give each with its manifest; `Failure` says what is wrong.
+
+    Args:
+        folders: generated ones.
+        decode_of: such of which only the decode kernels are wanted.
+    """
+    from mlaforge.compiler import CompileError, KernelWarning, compile_many
+    from mlaforge.manifest import read_manifest
+    from mlaforge.toolchain import ToolchainError
+
+    manifests = [read_manifest(folder) for folder in folders]
     sources = [(manifest, source) for manifest in manifests for source in manifest.sources]
+    for manifest in map(read_manifest, decode_of):
+        sources += [(manifest, kernel.source) for kernel in manifest.decodes]
     try:
         with progress("compiling", len(sources)) as advance, warnings.catch_warnings():
             # The report says it.

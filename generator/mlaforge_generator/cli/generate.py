@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from ..resources import spec_dir
 from ..schema import schema_text
 from .group import COUNT, Failure, cli
 from .inputs import complete_spec, make_plans, shipped, write_generated
-from .output import print_json, print_parts, writing
+from .output import print_json, print_parts, reading, writing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -201,7 +202,8 @@ def schema(kind: str, check: bool, file: Path | None, as_json: bool) -> None:
         if file is None and kind != "json":
             raise click.UsageError("--check of the reference needs -o FILE")
         path = file or spec_dir() / "schema.json"
-        found = path.read_bytes() if path.is_file() else None
+        with reading(path):
+            found = path.read_bytes() if os.path.isfile(path) else None
         in_step = found == text.encode()
         if as_json:
             print_json({"file": str(path), "up_to_date": in_step})
@@ -222,9 +224,12 @@ def _check_generated(plans: Sequence[Plan], output: Path, *, complete: bool, as_
     drifted: dict[str, str] = {}
     for made in plans:
         folder = output / made.spec.name
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             drifted[made.spec.name] = f"{folder}: missing\n"
-        elif diff := diff_folder(folder, render(made)):
+            continue
+        with reading(folder):
+            diff = diff_folder(folder, render(made))
+        if diff:
             drifted[made.spec.name] = diff
     if complete:
         known = {made.spec.name for made in plans}

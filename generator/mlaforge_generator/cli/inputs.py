@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ def make_plans(specs: Iterable[str]) -> list[Plan]:
 
 def why_unknown(name: str, path: Path) -> str | None:
     """Say that a name is neither that of a file nor of a shipped spec, None if it is one."""
-    if path.exists() or path.name != name or path.suffix:
+    if os.path.exists(path) or path.name != name or path.suffix:
         return None
     return f"{name}: neither a file nor a shipped spec; shipped are {', '.join(shipped())}"
 
@@ -88,10 +89,29 @@ def write_generated(made: Plan, output: Path) -> Generated:
 
 
 def make_folders(specs: Sequence[str], scratch: Path) -> list[Path]:
-    """Give the folders of specs; those of YAML are rendered into `scratch`."""
-    folders = {name: Path(name) for name in specs if Path(name).is_dir()}
+    """Give the folders of specs, each with its manifest and files; those of YAML are rendered into `scratch`."""
+    folders = {name: Path(name) for name in specs if os.path.isdir(name)}
+    if folders:
+        _check_folders(folders.values())
     rest = [name for name in specs if name not in folders]
     for name, made in zip(rest, make_plans(rest), strict=True):
         folders[name] = scratch / made.spec.name
         write_folder(folders[name], render(made))
     return [folders[name] for name in specs]
+
+
+def _check_folders(folders: Iterable[Path]) -> None:
+    """Fail with all that is wrong with folders that are said to be generated ones."""
+    from mlaforge.manifest import ManifestError, read_manifest
+
+    wrong: list[str] = []
+    for folder in folders:
+        try:
+            manifest = read_manifest(folder)
+        except ManifestError as error:
+            wrong.append(str(error))
+        else:
+            missing = [source for source in manifest.sources if not os.path.isfile(source)]
+            wrong += [f"{source}: missing; generate the folder again" for source in missing]
+    if wrong:
+        raise UsageFailure("\n".join(wrong))

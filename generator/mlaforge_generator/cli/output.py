@@ -63,6 +63,15 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say what can't be read, and fail."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageFailure(f"{error.filename or path}: can't be read: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
 def status(what: str) -> Iterator[None]:
     """Show on a terminal that something takes its time, and how long it has."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

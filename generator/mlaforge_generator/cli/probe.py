@@ -160,11 +160,11 @@ def _ask(endpoint: Endpoint, prompts: Sequence[str], run: _Run) -> None:
     wrong = False
     with progress("asking", len(prompts) or 1) as advance:
         for prompt in prompts or [QUESTION]:
-            advance()
             try:
                 answer = run.ask(endpoint, prompt)
             except EndpointError as error:
                 run.fail(error, data, f"{endpoint.base_url}: ")
+            advance()
             wrong = checked and re.search(rf"(?<![0-9]){EXPECTED}(?![0-9])", answer.text) is None
             expected = {"expected": EXPECTED, "right": not wrong} if checked else {}
             data["answers"].append({"prompt": prompt, **dataclasses.asdict(answer), **expected})
@@ -193,13 +193,13 @@ def _compare(endpoints: Sequence[Endpoint], prompts: Sequence[str], run: _Run) -
     same = 0
     with progress("asking", len(prompts)) as advance:
         for number, prompt in enumerate(prompts, 1):
-            advance()
             answers = []
             for endpoint in endpoints:
                 try:
                     answers.append(run.ask(endpoint, prompt))
                 except EndpointError as error:
                     run.fail(error, data, f"{endpoint.base_url}: prompt {number} of {len(prompts)}: ")
+            advance()
             difference = compare(*(answer.text for answer in answers))
             same += difference.at is None
             data["prompts"].append(

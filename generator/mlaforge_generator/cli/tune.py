@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import tempfile
 import time
@@ -165,7 +166,7 @@ def tune(
     path = find_spec(spec)
     if reason := why_unknown(spec, path):
         raise UsageFailure(reason)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UsageFailure(f"{spec}: is a folder; only a spec can be tuned")
     if write and path != Path(spec):
         raise click.UsageError(f"--write would change the shipped {path.name}; give the path of a file, or -o FILE")

@@ -93,6 +93,7 @@ def verify(
         # A spec with faults is told before a missing GPU.
         (folder,) = make_folders([spec], Path(scratch))
         problem = _parse_any_problem(text) if text is not None else None
+        devices.require_torch()
         if device != "sim" and (reason := devices.why_no_hopper(device)):
             raise DeviceFailure(f"{reason}; the kernels can't run here, but `--device sim` runs their text on the CPU")
         results: list[dict[str, Any]] | None = [] if as_json else None

@@ -255,10 +255,20 @@ def _keep_the_rest(draft: Draft, config: Mapping[str, Any], prefix: str) -> None
         off |= name == "layer_types" and isinstance(value, list) and all(each == "full_attention" for each in value)
         if name in _ATTENTION and not off:
             draft.note(source, value, _ATTENTION[name])
+            if name == "quantization_config":
+                _note_cache_scheme(draft, source, value)
         elif _SUSPICIOUS.search(name) and name not in _DERIVED and not off:
             draft.note(source, value, "not known here; see whether it changes attention")
         else:
             draft.others.append(name_of(source))
+
+
+def _note_cache_scheme(draft: Draft, source: str, value: object) -> None:
+    """Tell of a quantised cache: which format it is in depends on what serves the model."""
+    for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
+        if isinstance(value, dict) and value.get(name) is not None:
+            why = "of the cache; --set cache.dtype=fp8_e4m3, or another format, gives it"
+            draft.note(f"{source}.{name}", value[name], why)
 
 
 def _check_sum(draft: Draft, config: Mapping[str, Any], source: str, value: object) -> None:

@@ -30,7 +30,12 @@ _FIELDS: Mapping[str, str] = {
 }
 """Fields of a spec that are the plugin's under another name."""
 
-_DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16"}
+_DTYPES = {
+    **{name: "bf16" for name in ("bf16", "bfloat16")},
+    **{name: "fp16" for name in ("fp16", "float16", "half")},
+    # Elsewhere fp8 is e4m3, with one scale for the cache.
+    **{name: "fp8_e4m3" for name in ("fp8", "e4m3", "float8_e4m3fn")},
+}
 _FLOAT32 = ("fp32", "float32", "float")
 
 

@@ -6,6 +6,7 @@ A result may come from anywhere. What a page needs of it is checked here, and na
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -113,7 +114,7 @@ def read_results(folder: Path, name: str) -> dict[str, Result]:
     Raises:
         ResultsError: there are none, or one can't be read.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ResultsError(f"{folder}: no such folder")
     found: dict[str, Result] = {}
     others: set[str] = set()

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from mlaforge.api import materialise
 from mlaforge.bench.peers import Run
 from mlaforge.bench.power import Meter, Sustained, sustain
 from mlaforge.bench.timing import Device, Timed
 from mlaforge.launch import Cuda, CudaKernel, LaunchTensor
 from mlaforge.manifest import Parameter
+from mlaforge.rendered import materialise
 from mlaforge.simulator import SimulatedKernel, Simulator
 
 TILE_TOKENS = 64
