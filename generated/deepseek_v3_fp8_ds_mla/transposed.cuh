@@ -15,7 +15,7 @@ MLAFORGE_DEVICE int group_warp() { return (static_cast<int>(threadIdx.x) & 127) 
 
 // The columns of an accumulator that this thread holds, and which of them accumulator i is in.
 MLAFORGE_DEVICE int accumulator_column(int j) { return 8 * (j / 2) + 2 * (lane_id() & 3) + j % 2; }
-constexpr int column_of(int i) { return i / 4 * 2 + i % 2; }
+constexpr MLAFORGE_DEVICE int column_of(int i) { return i / 4 * 2 + i % 2; }
 
 // Online softmax of this thread's columns, in the log2 domain. All threads that share a column agree on max.
 template <int Rows>

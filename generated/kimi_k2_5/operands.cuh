@@ -40,7 +40,7 @@ struct Operand<E4m3> {
   }
 
   // Place 8h + 2q + e of 16.
-  static constexpr int column(int place) {
+  static constexpr MLAFORGE_DEVICE int column(int place) {
     return (place & ~15) | (place >> 1 & 3) << 2 | (place >> 3 & 1) << 1 | (place & 1);
   }
 
@@ -78,7 +78,7 @@ struct Operand<E2m1> {
   }
 
   // Place 16t + 8h + 2q + e of 32.
-  static constexpr int column(int place) {
+  static constexpr MLAFORGE_DEVICE int column(int place) {
     return (place & ~31) | (place >> 1 & 3) << 3 | (place >> 3 & 1) << 2 | (place & 1) << 1 | (place >> 4 & 1);
   }
 
