@@ -68,7 +68,6 @@ static_assert(kOperands % kBatch == 0, "batches are whole");
 constexpr int kSteps = (kCodeColumns + 31) / 32;  // that scores take, with two products each
 constexpr int kPairs = (kUnits + 1) / 2;
 constexpr int kValueSteps = kPairs * (kTokens / 16);  // and O's
-static_assert(kValueSteps % kOperands == 0, "the operands' turns are the same behind a tile as before it");
 constexpr int kItems = 4;  // of work, known ahead
 constexpr int kRing = 15;  // lines of 64 tokens in shared memory
 static_assert(kRing >= 2 * kLines, "a tile is multiplied with P beside the scores of the next");
@@ -709,7 +708,7 @@ MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const Stage& stage, 
   float over[4] = {-infinity(), -infinity(), -infinity(), -infinity()};  // the most by which a score passes its reference
 #pragma unroll
   for (int h = 0; h < kRows / 8; ++h) {
-    if (h % 2 == 0 && h > 0) load_references(before, h + 2, h + 2 < kPairsAhead ? 0 : 2);
+    if (h % 2 == 0 && h > 0) load_references(before, h + 2, 2);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const float top = fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]);
@@ -878,7 +877,7 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
       mbarrier_wait(q_full(base, 0), turns.of(Turns::kQuery));
       turns.advance(Turns::kQuery);
       convert_query<Code, kRows, kCodeColumns>(base + kOffsetQ, base + kOffsetUnits,
-                                                           load_shared_f32(base + kOffsetUnit));
+                                               load_shared_f32(base + kOffsetUnit));
       fence_proxy_async();
       named_barrier_sync(kPairBarrier, 256);
     }
@@ -1019,7 +1018,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     // Whoever has read the last item knows what the walker wrote before it.
     // Results are merged in the room of Q, K and P.
     merge_splits<Config, Policy, kPairBarrier, kOffsetReferences>(base + kOffsetSplits, base + kOffsetSchedule, base,
-                                                                   landed(base, 0), output, tile, arrivals, part);
+                                                                  landed(base, 0), output, tile, arrivals, part);
   }
 }
 

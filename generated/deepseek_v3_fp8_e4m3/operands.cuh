@@ -110,8 +110,8 @@ MLAFORGE_DEVICE void load_codes(smem_t line, int number, uint32_t (&words)[4]) {
 }
 
 // Rows of Q as the other operand, in place: the first `Columns` of each become fp16 in the order of the codes, times a
-// power of two that brings the row's largest just below 2^15; the inverse, times `unit`, is left at `units`. `tile` is subtiles of
-// [Rows, 64] under the 128-byte swizzle. Called by 256 threads, who need a barrier behind it.
+// power of two that brings the row's largest just below 2^15; the inverse, times `unit`, is left at `units`. `tile` is
+// subtiles of [Rows, 64] under the 128-byte swizzle. Called by 256 threads, who need a barrier behind it.
 template <class Code, int Rows, int Columns>
 MLAFORGE_DEVICE void convert_query(smem_t tile, smem_t units, float unit) {
   constexpr int kSharers = 256 / Rows;
