@@ -16,16 +16,16 @@ from test_quantised_decode import MODES, PROBLEMS, small_folder
 
 RACE = "race"
 WRONG = "out: "
-FILL = "fill(base, group, i, values, item.kv_end - token, of, s, sum);"
+STORED = "store_transposed<kRows>(p_at(base, buffer)"
 CONVERT = "load_shared_f32(base + kOffsetUnit) * scale_log2);"
 MUTATIONS = (
     Mutation("codes of a line that has not landed", "mbarrier_wait(full(base, wraps ? at - kRing : at), stage.lines.phase() ^ (wraps ? 1 : 0));", "", f"{RACE}|uninitialised"),
     Mutation("a tile is given back before the other lanes have read it", "__syncwarp();\n  if (lane_id() < kLines) mbarrier_arrive(empty(base, stage.line(lane_id())));", "if (lane_id() < kLines) mbarrier_arrive(empty(base, stage.line(lane_id())));", RACE),
-    Mutation("a tile is given back before it is multiplied with P", "mbarrier_wait(filled(base, buffer), turns.of(P));", "release_tile(base, stage); mbarrier_wait(filled(base, buffer), turns.of(P));", f"{RACE}|arriv"),
+    Mutation("a tile is given back before it is multiplied with P", "mbarrier_wait(filled(base, buffer), stage.exchange.phase());", "release_tile(base, stage); mbarrier_wait(filled(base, buffer), stage.exchange.phase());", f"{RACE}|arriv"),
     Mutation("operands of V are replaced while products read them", "wgmma_wait<kOperands / kBatch - 1>();", "", "registers of lane", behind="const int k = step / kPairs;"),
-    Mutation("P is read without a fence", "fence_proxy_async();", "", "fence.proxy.async", behind=FILL),
-    Mutation("P is read before it is there", "mbarrier_wait(filled(base, buffer), turns.of(P));", "", f"{RACE}|uninitialised"),
-    Mutation("a warp arrives before its lanes have stored P", "__syncwarp();\n      release(filled(base, group));", "release(filled(base, group));", RACE),
+    Mutation("P is read without a fence", "fence_proxy_async();", "", "fence.proxy.async", behind=STORED),
+    Mutation("P is read before it is there", "mbarrier_wait(filled(base, buffer), stage.exchange.phase());", "", f"{RACE}|uninitialised"),
+    Mutation("a warp arrives before its lanes have stored P", "__syncwarp();\n  release(filled(base, buffer));", "release(filled(base, buffer));", RACE),
     Mutation("Q is converted before it has landed", "mbarrier_wait(q_full(base, 0), turns.of(Turns::kQuery));", "", f"{RACE}|uninitialised"),
     Mutation("Q is read before the others have converted it", "named_barrier_sync(kPairBarrier, 256);", "", f"{RACE}|fence", behind=f"{CONVERT}\n      fence_proxy_async();"),
     Mutation("Q is read without a fence", "fence_proxy_async();", "", "fence.proxy.async", behind=CONVERT),
@@ -35,26 +35,28 @@ MUTATIONS = (
     Mutation("scores on the way to another scale", "ratio(unit, next)", "ratio(next, unit)", f"{WRONG}|lse: "),
     Mutation("scores by the first scale", "store_shared_f32(grade_at(base, group, kLastUnit) + 4 * token, unit);", "store_shared_f32(grade_at(base, group, kLastUnit) + 4 * token, load_scale(scales, left, token, 0));", f"{WRONG}|lse: "),
     Mutation("V without its group's scale", "now[4 * i + e] = multiply2(now[4 * i + e], factors[e / 2]);", "", WRONG),
-    Mutation("probabilities without their token's scale", "pack2<Fp16>(p[0] * of.token[i / 2 % 2], p[1] * of.token[i / 2 % 2])", "pack2<Fp16>(p[0], p[1])", WRONG),
-    Mutation("scores without Q's unit", "row[e % 2] * token[e / 2]", "token[e / 2]", f"{WRONG}|lse: "),
-    Mutation("the rotary part is left out", "s[e] = fmaf(rope[e], scale_log2, s[e]);", "", f"{WRONG}|lse: "),
-    Mutation("O does not follow its rows' references", "warp_any(raised != 0)", "false", WRONG),
-    Mutation("sums do not follow what the other warpgroup raised", "tile > 1 && warp_any(load_shared_s32(raised_at(base, before)) != 0)", "false", f"{WRONG}|lse: "),
-    Mutation("the first tile has a reference of another item", "tile == 0 ? kNoReference : group ^ 1", "group ^ 1", f"{WRONG}|lse: |uninitialised|{RACE}"),
-    Mutation("references are read before they are there", "named_barrier_sync(barrier, 128);", "", f"{RACE}|uninitialised", behind="store_shared_f32(factors_at(base, group) + 4 * thread, follows ? exp2_approx(old - seen) : 1.f);\n    }"),
-    Mutation("both warpgroups' sums as if relative to the same", "of_group == reference ? 1.f : exp2_approx(of_group - reference)", "1.f", f"{WRONG}|lse: "),
+    Mutation("probabilities without their token's scale", "pack2<Fp16>(p[0] * of.token[k / 2 % 2], p[1] * of.token[k / 2 % 2])", "pack2<Fp16>(p[0], p[1])", WRONG),
+    Mutation("scores without Q's unit", "unit * bits_float((exponent - 14) << 23)", "unit", f"{WRONG}|lse: ", file="operands.cuh"),
+    Mutation("the rotary part is left out", "fmaf(rope[4 * h + e], scale_log2, -term[2 + e % 2])", "-term[2 + e % 2]", f"{WRONG}|lse: "),
+    Mutation("O does not follow its rows' references", "Own ? raised : warp_any(others != 0)", "false", WRONG),
+    Mutation("sums do not follow what the other warpgroup raised", "if (!warp_any(raised != 0)) return;", "return;", f"{WRONG}|lse: "),
+    Mutation("the first tile takes the reference that it finds", "i == 0 || passes", "passes", f"{WRONG}|lse: "),
+    Mutation("the first tile's factor is taken for a later one's", "i == 0 ? 1.f : exp2_approx(-more)", "exp2_approx(-more)", f"{WRONG}|lse: "),
+    Mutation("scores stay relative to a reference that has risen", "s[4 * h + e] -= more[e];", "", f"{WRONG}|lse: "),
+    Mutation("references are read before they are there", "named_barrier_sync(barrier, 128);", "", f"{RACE}|uninitialised", behind="store_shared_f32(maxima_at(base, group) + 4 * thread, more);\n    }"),
+    Mutation("both warpgroups' sums as if relative to the same", "if (i == tiles) follow(base, buffer, load_shared_s32(raised_at(base, buffer)), sum);", "", f"{WRONG}|lse: "),
     Mutation("columns in another order", "permute_bytes(word, word, 0x3120)", "permute_bytes(word, word, 0x2130)", WRONG, file="operands.cuh"),
     Mutation("columns of results in the order of the operand", "16 * unit + 2 * (lane_id() >> 2)", "16 * unit + (lane_id() >> 2)", f"{WRONG}|misaligned", file="operands.cuh"),
     Mutation("the columns of a pair of partial results", "acc[c][i + 2]", "acc[c][i]", WRONG),
-    Mutation("the tail of V is not cleared", "clear_behind(base, values, item.kv_end - token);", "", ""),
+    Mutation("the tail of V is not cleared", "if (left < kTokens) clear_behind(base, stage, left);", "", ""),
     Mutation("scales of tokens that the request does not have", "token < left ? load_shared_f32(token_scales(scales, token) + 4 * group) : 0.f", "load_shared_f32(token_scales(scales, token) + 4 * group)", "uninitialised"),
 )  # fmt: skip
 
 # Of tiles of 64 rows, whose operands are few, and without scales, which are waited for.
 WIDE_MUTATIONS = (
     Mutation("operands of the scores are replaced while products read them", "wgmma_wait<kOperands / kBatch - 1>();", "", "registers of lane", behind="// The products that read these registers are done."),
-    Mutation("scores are read before all products are done", "wgmma_wait<0>();\n      wgmma_fence_operand(s);", "wgmma_wait<2>(); wgmma_fence_operand(s);", "accumulator of lane"),
-    Mutation("codes of the other warpgroup's tile are read before its tail is cleared", "if (kWaitsFirst) wait_for_p();\n  values[0].load_codes(base, stage, 0);", "values[0].load_codes(base, stage, 0); if (kWaitsFirst) wait_for_p();", RACE),
+    Mutation("scores are read before all products are done", "wgmma_wait<0>();\n  wgmma_fence_operand(s);", "wgmma_wait<2>(); wgmma_fence_operand(s);", "accumulator of lane"),
+    Mutation("codes of the other warpgroup's tile are read before its tail is cleared", "if (kWaitsFirst) wait_for_p();", "values[0].load_codes(base, stage, 0); if (kWaitsFirst) wait_for_p();", RACE),
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@
 // columns. What is the same for all of a token's columns is left out: scores and probabilities are multiplied with it.
 //
 // A row's reference, what its exponentials are relative to, goes from tile to tile, and so from one warpgroup to the other:
-// it lies in shared memory beside P.
+// it lies in shared memory.
 
 #include "primitives.cuh"
 #include "schedule.cuh"
@@ -62,25 +62,25 @@ static_assert(kOperands % kBatch == 0, "batches are whole");
 constexpr int kSteps = (kCodeColumns + 31) / 32;  // that scores take, with two products each
 constexpr int kPairs = (kUnits + 1) / 2;
 constexpr int kValueSteps = kPairs * (kTokens / 16);  // and O's
+constexpr int kExchanges = 2;  // tiles of P
 constexpr int kItems = 4;  // of work, known ahead
 constexpr int kRing = 16;  // lines of 64 tokens in shared memory
 static_assert(kRing >= 2 * kLines, "a tile is multiplied with P beside the scores of the next");
 
-// ---- Shared memory, bytes from the base (229944 of 232448) ---------------------------------------
+// ---- Shared memory, bytes from the base (229432 of 232448) ---------------------------------------
 constexpr int kOffsetQ = 0;  // 73728: 64 rows x 9 subtiles
 constexpr int kOffsetK = 73728;  // 131072: 16 lines of 64 tokens as they are in the cache
-constexpr int kOffsetP = 204800;  // 16384: probabilities, 64 x 64 a warpgroup
-constexpr int kOffsetReferences = 221184;  // 768: float32 beside a P, and of rows without a token
-constexpr int kOffsetFactors = 221952;  // 512: float32 by which a row of O is scaled, beside a P
-constexpr int kOffsetMaxima = 222464;  // 2048: float32, of each warp, a warpgroup
-constexpr int kOffsetSums = 224512;  // 4096: float32, of each warp, by turns
-constexpr int kOffsetTotals = 228608;  // 512: float32 that normalise O, a warpgroup
-constexpr int kOffsetUnits = 229120;  // 256: float32 that scores of a row are multiplied with
-constexpr int kOffsetItems = 229376;  // 128: 4 items of work
-constexpr int kOffsetRaised = 229504;  // 16: whether a P raised references; what all codes are multiplied with
-constexpr int kOffsetSchedule = 229520;  // 32: how the requests are cut, and what the mask hides
-constexpr int kOffsetSplits = 229552;  // 32: requests that the part shares with others
-constexpr int kOffsetBarriers = 229584;  // 360: mbarriers, in the order of the plan
+constexpr int kOffsetP = 204800;  // 16384: probabilities of a tile, 64 x 64
+constexpr int kOffsetTerms = 221184;  // 512: float32 of a row: its scores' unit and its reference
+constexpr int kOffsetFactors = 221696;  // 512: float32 that scale a row of O, beside a P
+constexpr int kOffsetMaxima = 222208;  // 2048: float32, of each warp, a warpgroup
+constexpr int kOffsetSums = 224256;  // 4096: float32, of each warp, by turns
+constexpr int kOffsetTotals = 228352;  // 512: float32 that normalise O, a warpgroup
+constexpr int kOffsetItems = 228864;  // 128: 4 items of work
+constexpr int kOffsetRaised = 228992;  // 16: whether a P raised references; what all codes are multiplied with
+constexpr int kOffsetSchedule = 229008;  // 32: how the requests are cut, and what the mask hides
+constexpr int kOffsetSplits = 229040;  // 32: requests that the part shares with others
+constexpr int kOffsetBarriers = 229072;  // 360: mbarriers, in the order of the plan
 constexpr int kOffsetScratch = 204800;  // 152: prefix sums, extremes
 constexpr int kLineBytes = kTokens * 128;
 constexpr int kQSubtileBytes = kRows * 128;
@@ -104,28 +104,25 @@ constexpr float kHeadroom = 7.f;
 
 using Policy = SchedulePolicy<kTokens, 5, 1, 1>;
 
-// Addresses from the base of shared memory: of buffers, and of the mbarriers. What belongs to a P has its number, which is
-// that of the warpgroup that fills it.
+// Addresses from the base of shared memory: of buffers, and of the mbarriers. What belongs to a P has its number.
 MLAFORGE_DEVICE smem_t line_at(smem_t base, int stage) { return base + kOffsetK + stage * kLineBytes; }
 MLAFORGE_DEVICE smem_t p_at(smem_t base, int buffer) { return base + kOffsetP + buffer * (kRows * 128); }
-MLAFORGE_DEVICE smem_t references_at(smem_t base, int buffer) { return base + kOffsetReferences + buffer * (4 * kRows); }
 MLAFORGE_DEVICE smem_t factors_at(smem_t base, int buffer) { return base + kOffsetFactors + buffer * (4 * kRows); }
 MLAFORGE_DEVICE smem_t raised_at(smem_t base, int buffer) { return base + kOffsetRaised + 4 * buffer; }
-constexpr int kOffsetUnit = kOffsetRaised + 8;
+constexpr int kOffsetUnit = kOffsetRaised + 4 * kExchanges;
 MLAFORGE_DEVICE smem_t maxima_at(smem_t base, int group) { return base + kOffsetMaxima + group * (16 * kRows); }
 MLAFORGE_DEVICE smem_t sums_at(smem_t base, int buffer, int warp) {
   return base + kOffsetSums + (8 * buffer + warp) * (4 * kRows);
 }
 MLAFORGE_DEVICE smem_t totals_at(smem_t base, int group) { return base + kOffsetTotals + group * (4 * kRows); }
-constexpr int kNoReference = 2;  // the number of references without a token
-MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 229584 + 8 * i; }  // 16: a line of the tokens' rows has landed
-MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 229712 + 8 * i; }  // 16: the 8 warps have finished with it
-MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 229840 + 8 * i; }  // 2: the 4 warps of a warpgroup have stored P
-MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 229856 + 8 * i; }  // 1: Q has landed
-MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 229864 + 8 * i; }  // 1: the item is finished with it
-MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 229872 + 8 * i; }  // 4: the walker has written an item
-MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 229904 + 8 * i; }  // 4: the other roles are done with it
-MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 229936 + 8 * i; }  // 1: partial results that the part merges have landed
+MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 229072 + 8 * i; }  // 16: a line of the tokens' rows has landed
+MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 229200 + 8 * i; }  // 16: the 8 warps have finished with it
+MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 229328 + 8 * i; }  // 2: the 4 warps of a warpgroup have stored P
+MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 229344 + 8 * i; }  // 1: Q has landed
+MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 229352 + 8 * i; }  // 1: the item is finished with it
+MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 229360 + 8 * i; }  // 4: the walker has written an item
+MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 229392 + 8 * i; }  // 4: the other roles are done with it
+MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 229424 + 8 * i; }  // 1: partial results that the part merges have landed
 
 // ---- Work --------------------------------------------------------------------------------------------------------
 
@@ -260,20 +257,24 @@ MLAFORGE_DEVICE void load_queries(smem_t base, const TensorMap& q_map, const Row
 // A tile in the rings.
 struct Stage {
   Ring lines{kRing};
+  Ring exchange{kExchanges};  // what it has of P, and beside it
 
   MLAFORGE_DEVICE void skip_tile() {
     lines.skip(kLines);
+    exchange.advance();
   }
   // Line `i` of the tile.
   MLAFORGE_DEVICE int line(int i) const {
     const int stage = lines.stage() + i;
     return stage < kRing ? stage : stage - kRing;
   }
+  // The number of the P before.
+  MLAFORGE_DEVICE int before() const { return (exchange.stage() == 0 ? kExchanges : exchange.stage()) - 1; }
 };
 
 // The phases of what there is one of, in one register.
 struct Turns {
-  enum Which { kQuery, kOwnP, kOtherP, kSums };
+  enum Which { kQuery, kSums };
   int bits = 0;
 
   MLAFORGE_DEVICE int of(Which which) const { return bits >> which & 1; }
@@ -326,28 +327,31 @@ MLAFORGE_DEVICE void clear_behind(smem_t base, const Stage& stage, int left) {
 
 // ---- Scores ------------------------------------------------------------------------------------------------------
 
-// S^T = K Q^T in codes. They are loaded one load ahead of their products: a load takes as long as a few of these.
-MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int left, uint32_t (&a)[kOperands][8],
-                                 float (&s)[kRows / 2]) {
+// S^T = K Q^T in codes. They are loaded ahead of their products: a load takes as long as a few of these.
+MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int left, uint32_t nothing,
+                                 uint32_t (&a)[kOperands][8], float (&s)[kRows / 2]) {
   using Operand = Operand<Code>;
   constexpr int kLoads = (kSteps + Operand::kStepsPerLoad - 1) / Operand::kStepsPerLoad;
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
   wait_tile(base, stage);
-  uint32_t words[2][4];
+  constexpr int kAhead = 2;
+  uint32_t words[kAhead + 1][4];
   const auto load = [&](int number) {
-    load_codes(line_at(base, stage.line(number / kLoadsPerLine)), number % kLoadsPerLine, words[number % 2]);
+    load_codes(line_at(base, stage.line(number / kLoadsPerLine)), number % kLoadsPerLine, words[number % (kAhead + 1)]);
   };
-  load(0);
+#pragma unroll
+  for (int number = 0; number < kAhead; ++number) load(number);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int number = step / Operand::kStepsPerLoad;
     const int half = step % Operand::kStepsPerLoad;
-    if (half == 0 && number + 1 < kLoads) load(number + 1);
+    if (half == 0 && number + kAhead < kLoads) load(number + kAhead);
     // The products that read these registers are done.
     if (step % kBatch == 0) wgmma_wait<kOperands / kBatch - 1>();
     uint32_t(&now)[8] = a[step % kOperands];
     wgmma_fence_operand(now);
-    Operand::widen(words[number % 2], half, now);
+    Operand::widen(words[number % (kAhead + 1)], half, now);
+    if (half == 0 && number + 1 < kLoads) keep_behind(now[7], words[(number + 1) % (kAhead + 1)][0], nothing);
     wgmma_fence_operand(now);
     if (step % kBatch != kBatch - 1 && step != kSteps - 1) continue;
     const int first = step / kBatch * kBatch;
@@ -364,17 +368,6 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int
 
 // A pair of float32 of neighbouring rows of Q that a thread holds: h counts its groups of 8 rows.
 MLAFORGE_DEVICE smem_t pair_at(smem_t rows, int h) { return rows + 4 * accumulator_column(2 * h); }
-
-// Scores of codes to those of the latent, in the log2 domain.
-MLAFORGE_DEVICE void scale_scores(smem_t base, const TokenScales& of, float (&s)[kRows / 2]) {
-#pragma unroll
-  for (int h = 0; h < kRows / 8; ++h) {
-    float row[2];
-    load_shared_v2(pair_at(base + kOffsetUnits, h), row);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) s[4 * h + e] *= row[e % 2];
-  }
-}
 
 // ---- Values ------------------------------------------------------------------------------------------------------
 
@@ -440,22 +433,21 @@ MLAFORGE_DEVICE void scale_output(smem_t factors, float (&acc)[kUnits][kRows / 2
 }
 
 // O^T += V^T P^T of a tile, this warpgroup's columns of V, once its P is there; and gives the tile back. Operands take turns
-// from number `First` on. Codes of 16 tokens are loaded ahead of the products of the 16 before.
-template <int First, Turns::Which P>
-MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Turns& turns, uint32_t (&a)[kOperands][8],
+// from number `First` on. Codes of 16 tokens are loaded ahead of the products of the 16 before. `raised` tells whether an own
+// tile has raised references; of the other warpgroup's it is read.
+template <int First, bool Own>
+MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, bool raised, uint32_t nothing, uint32_t (&a)[kOperands][8],
                                 float (&acc)[kUnits][kRows / 2]) {
   static_assert(First % kBatch == 0, "batches begin with an operand of their own");
   Values values[2];
-  const auto wait_for_p = [&] {
-    mbarrier_wait(filled(base, buffer), turns.of(P));
-    turns.advance(P);
-  };
-  // Until then codes behind a request's last token may not be cleared; of its own tile a warpgroup knows that they are.
-  constexpr bool kWaitsFirst = P == Turns::kOtherP;
+  const int buffer = stage.exchange.stage();
+  const auto wait_for_p = [&] { mbarrier_wait(filled(base, buffer), stage.exchange.phase()); };
+  // Of another's tile it is not known before that it has landed, and that codes behind the request's last token are cleared.
+  constexpr bool kWaitsFirst = !Own;
   if (kWaitsFirst) wait_for_p();
+  int others = 0;
+  if (!Own) others = load_shared_s32(raised_at(base, buffer));
   values[0].load_codes(base, stage, 0);
-  int raised = 0;
-  if (kWaitsFirst) raised = load_shared_s32(raised_at(base, buffer));
   const uint64_t p = wgmma_descriptor(p_at(base, buffer), 16, 1024);
 #pragma unroll
   for (int step = 0; step < kValueSteps; ++step) {
@@ -472,15 +464,15 @@ MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Tur
       if (c >= kUnits) break;
       values[k % 2].widen(c, now + 4 * i);
     }
+    if (step % kPairs == (kPairs > 1 ? 1 : 0) && k + 1 < kTokens / 16) {
+      keep_behind(now[7], values[(k + 1) % 2].codes[Values::kPieces - 1][1], nothing);
+    }
     wgmma_fence_operand(now);
     if (step % kBatch != kBatch - 1 && step != kValueSteps - 1) continue;
     if (step == kValueSteps - 1) release_tile(base, stage);
     if (step < kBatch) {
-      if (!kWaitsFirst) {
-        wait_for_p();
-        raised = load_shared_s32(raised_at(base, buffer));
-      }
-      if (warp_any(raised != 0)) {
+      if (!kWaitsFirst) wait_for_p();
+      if (Own ? raised : warp_any(others != 0)) {
         wgmma_wait<0>();
 #pragma unroll
         for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
@@ -502,57 +494,77 @@ MLAFORGE_DEVICE void accumulate(smem_t base, const Stage& stage, int buffer, Tur
 
 // ---- Softmax -----------------------------------------------------------------------------------------------------
 
-// Scores, in the log2 domain, to probabilities in P, whose reference follows that of the tile before.
-MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const TokenScales& of,
-                          const float (&s)[kRows / 2], float (&sum)[kRows / 4]) {
-  const int before = tile == 0 ? kNoReference : group ^ 1;
+// What was summed up before follows the references that the tile of this P has raised.
+MLAFORGE_DEVICE void follow(smem_t base, int buffer, int raised, float (&sum)[kRows / 4]) {
+  if (!warp_any(raised != 0)) return;
+#pragma unroll
+  for (int h = 0; h < kRows / 8; ++h) {
+    float factor[2];
+    load_shared_v2(pair_at(factors_at(base, buffer), h), factor);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) sum[2 * h + e] *= factor[e];
+  }
+}
+
+// Scores of the item's tile number `i`, once they are there, to probabilities in P. Its first token is `token`, `left` are
+// the request's from there on, and from `first_border` on the mask hides some of them. Gives whether references have risen.
+MLAFORGE_DEVICE bool soften(smem_t base, int group, const Stage& stage, int i, int token, int left, int first_border,
+                            const RowTile<Config>& tile, const ItemReader& reader, float scale_log2,
+                            float (&s)[kRows / 2], float (&sum)[kRows / 4]) {
+  const int buffer = stage.exchange.stage();
   const int barrier = kGroupBarrier + group;
-  // Since this warpgroup's last tile the other may have raised a reference.
-  if (tile > 1 && warp_any(load_shared_s32(raised_at(base, before)) != 0)) {
+  const int thread = static_cast<int>(threadIdx.x) & 127;
+  const TokenScales of = load_token_scales(base, group, stage, left);
+  // Since this warpgroup's last tile the other may have raised references.
+  const int raised = i > 1 ? load_shared_s32(raised_at(base, stage.before())) : 0;
+  // Pairs of rows, loaded ahead of their use.
+  constexpr int kPairs = kRows / 8;
+  constexpr int kPairsAhead = kPairs < 4 ? kPairs : 4;
+  float terms[kPairsAhead][4];
 #pragma unroll
-    for (int h = 0; h < kRows / 8; ++h) {
-      float mine[2];
-      float now[2];
-      load_shared_v2(pair_at(references_at(base, group), h), mine);
-      load_shared_v2(pair_at(references_at(base, before), h), now);
+  for (int h = 0; h < kPairsAhead; ++h) load_shared_v4(unit_at(base + kOffsetTerms, accumulator_column(2 * h)), terms[h]);
+  wgmma_wait<0>();
+  wgmma_fence_operand(s);
+  float most[4] = {-infinity(), -infinity(), -infinity(), -infinity()};  // by which scores of either token pass a reference
+  // Relative to the rows' references, in the log2 domain.
 #pragma unroll
-      for (int e = 0; e < 2; ++e) sum[2 * h + e] *= mine[e] == now[e] ? 1.f : exp2_approx(mine[e] - now[e]);
+  for (int h = 0; h < kPairs; ++h) {
+    const float(&term)[4] = terms[h % kPairsAhead];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      s[4 * h + e] = fmaf(s[4 * h + e], term[e % 2], -term[2 + e % 2]);
+      most[e] = fmaxf(most[e], s[4 * h + e]);
     }
+    if (h + kPairsAhead < kPairs) {
+      load_shared_v4(unit_at(base + kOffsetTerms, accumulator_column(2 * (h + kPairsAhead))), terms[h % kPairsAhead]);
+    }
+  }
+  if (token + kTokens > first_border) {
+    const int len = reader.length(base);
+    int border[kRows / 4];
+#pragma unroll
+    for (int j = 0; j < kRows / 4; ++j) border[j] = tile.border(len, tile.hidden(late(accumulator_column(j))));
+    mask_tokens<kRows>(s, token, border);
+    if (left < kTokens) clear_behind(base, stage, left);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) most[e] = s[e];
+#pragma unroll
+    for (int e = 4; e < kRows / 2; ++e) most[e % 4] = fmaxf(most[e % 4], s[e]);
   }
   // The maximum that a row refers to is of what its probabilities are with the tokens' scales.
   float lift[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    lift[i] = -kHeadroom;
+  for (int t = 0; t < 2; ++t) {
+    lift[t] = -kHeadroom;
   }
-  // References are loaded ahead of their use, those of 32 rows at most, as pairs of neighbouring rows.
-  constexpr int kPairsAhead = kRows / 8 < 4 ? kRows / 8 : 4;
-  float reference[kPairsAhead][2];
-  const auto load_references = [&](int buffer, int first, int count) {
-#pragma unroll
-    for (int h = first; h < first + count && h < kRows / 8; ++h) {
-      load_shared_v2(pair_at(references_at(base, buffer), h), reference[h % kPairsAhead]);
-    }
-  };
-  load_references(before, 0, kPairsAhead);
-  float over[4] = {-infinity(), -infinity(), -infinity(), -infinity()};  // the most by which a score passes its reference
-#pragma unroll
-  for (int h = 0; h < kRows / 8; ++h) {
-    if (h % 2 == 0 && h > 0) load_references(before, h + 2, 2);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float top = fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]);
-      float& most = over[h % 2 * 2 + e];
-      most = fmaxf(most, top - reference[h % kPairsAhead][e]);
-    }
-  }
-  const bool passes = fmaxf(fmaxf(over[0], over[1]), fmaxf(over[2], over[3])) > kSlack;
-  // Behind this barrier all of the warpgroup have read what is written now; and so has the other, when it filled its own P.
-  const bool raise = named_barrier_any(barrier, 128, passes);
-  const int thread = static_cast<int>(threadIdx.x) & 127;
+  const bool passes = fmaxf(fmaxf(most[0], most[1]) + lift[0], fmaxf(most[2], most[3]) + lift[1]) > kSlack;
+  // The first tile finds references. Behind this barrier all of the warpgroup have read those that were.
+  const bool raise = named_barrier_any(barrier, 128, i == 0 || passes);
+  follow(base, stage.before(), raised, sum);
+  if (thread == 0) store_shared_s32(raised_at(base, buffer), raise ? 1 : 0);
   if (raise) {
 #pragma unroll
-    for (int h = 0; h < kRows / 8; ++h) {
+    for (int h = 0; h < kPairs; ++h) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float top = fmaxf(s[4 * h + e] + lift[0], s[4 * h + 2 + e] + lift[1]);
@@ -569,46 +581,50 @@ MLAFORGE_DEVICE void fill(smem_t base, int group, int tile, const TokenScales& o
       for (int warp = 0; warp < 4; ++warp) {
         seen = fmaxf(seen, load_shared_f32(maxima_at(base, group) + 4 * (warp * kRows + thread)));
       }
-      const float old = load_shared_f32(references_at(base, before) + 4 * thread);
-      const bool follows = seen > old + kSlack;
-      store_shared_f32(references_at(base, group) + 4 * thread, follows ? seen : old);
-      store_shared_f32(factors_at(base, group) + 4 * thread, follows ? exp2_approx(old - seen) : 1.f);
+      // A row without a token keeps what it has: any finite reference makes exp2(-inf - reference) 0.
+      const float more = seen > (i == 0 ? -infinity() : kSlack) ? seen : 0.f;
+      const smem_t reference = reference_at(base + kOffsetTerms, thread);
+      store_shared_f32(reference, load_shared_f32(reference) + more);
+      store_shared_f32(factors_at(base, buffer) + 4 * thread, i == 0 ? 1.f : exp2_approx(-more));
+      store_shared_f32(maxima_at(base, group) + 4 * thread, more);
     }
     named_barrier_sync(barrier, 128);
 #pragma unroll
-    for (int h = 0; h < kRows / 8; ++h) {
+    for (int h = 0; h < kPairs; ++h) {
       float factor[2];
-      load_shared_v2(pair_at(factors_at(base, group), h), factor);
+      float more[2];
+      load_shared_v2(pair_at(factors_at(base, buffer), h), factor);
+      load_shared_v2(pair_at(maxima_at(base, group), h), more);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) sum[2 * h + e] *= factor[e];
+      for (int e = 0; e < 2; ++e) {
+        sum[2 * h + e] *= factor[e];
+        s[4 * h + e] -= more[e];
+        s[4 * h + 2 + e] -= more[e];
+      }
     }
-  } else if (thread < kRows) {
-    store_shared_f32(references_at(base, group) + 4 * thread, load_shared_f32(references_at(base, before) + 4 * thread));
   }
-  if (thread == 0) store_shared_s32(raised_at(base, group), raise ? 1 : 0);
-  const int now = raise ? group : before;
-  load_references(now, 0, kPairsAhead);
-  store_transposed<kRows>(p_at(base, group), [&](int i) {
-    // Accumulators i and i + 1 are of one token and a pair of rows.
-    if (i % 8 == 0 && i > 0) load_references(now, i / 4 + 2, 2);
+  store_transposed<kRows>(p_at(base, buffer), [&](int k) {
+    // Accumulators k and k + 1 are of one token and a pair of rows.
     float p[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      // A row without a token so far: any finite reference keeps exp2(-inf - reference) = 0 instead of NaN.
-      const float of_row = reference[i / 4 % kPairsAhead][e];
-      p[e] = exp2_approx(s[i + e] - (of_row == -infinity() ? 0.f : of_row));
-      sum[i / 4 * 2 + e] += p[e];
+      p[e] = exp2_approx(s[k + e]);
+      sum[k / 4 * 2 + e] += p[e];
     }
-    return pack2<Fp16>(p[0] * of.token[i / 2 % 2], p[1] * of.token[i / 2 % 2]);
+    return pack2<Fp16>(p[0], p[1]);
   });
+  fence_proxy_async();
+  __syncwarp();
+  release(filled(base, buffer));
+  return raise;
 }
 
 // ---- The end of an item ------------------------------------------------------------------------------------------
 
-// What either warpgroup has seen of the item's `tiles` becomes one: the factors of O, in `totals`, and by the
+// What either warpgroup has seen of the item's tiles becomes one: the factors of O, in `totals`, and by the
 // first threads the rows' log-sum-exp. `buffer` takes turns from item to item: the other may still be read.
-MLAFORGE_DEVICE void finish_sums(smem_t base, int buffer, int group, int tiles, const RowTile<Config>& tile,
-                                 const Output& o, int request, int slot, const float (&sum)[kRows / 4]) {
+MLAFORGE_DEVICE void finish_sums(smem_t base, int buffer, int group, const RowTile<Config>& tile, const Output& o,
+                                 int request, int slot, const float (&sum)[kRows / 4]) {
 #pragma unroll
   for (int j = 0; j < kRows / 4; ++j) {
     float of_warp = sum[j];
@@ -619,20 +635,16 @@ MLAFORGE_DEVICE void finish_sums(smem_t base, int buffer, int group, int tiles, 
   named_barrier_sync(kPairBarrier, 256);
   const int r = late(static_cast<int>(threadIdx.x) & 127);
   if (r < kRows) {
-    const float reference = load_shared_f32(references_at(base, tiles == 0 ? kNoReference : (tiles - 1) & 1) + 4 * r);
     float total = 0.f;
 #pragma unroll
-    for (int g = 0; g < 2; ++g) {
-      if (tiles <= g) break;
-      const float of_group = load_shared_f32(references_at(base, g) + 4 * r);
-      const float weight = of_group == reference ? 1.f : exp2_approx(of_group - reference);
-#pragma unroll
-      for (int warp = 0; warp < 4; ++warp) total += weight * load_shared_f32(sums_at(base, buffer, 4 * g + warp) + 4 * r);
-    }
+    for (int warp = 0; warp < 8; ++warp) total += load_shared_f32(sums_at(base, buffer, warp) + 4 * r);
     store_shared_f32(totals_at(base, group) + 4 * r, total == 0.f ? 0.f : load_shared_f32(base + kOffsetUnit) / total);
-    if (group == 0 && tile.holds(r)) {
-      const float lse = reference + log2_approx(total);
-      if (slot < 0) {
+    if (group == 0) {
+      const smem_t reference = reference_at(base + kOffsetTerms, r);
+      const float lse = load_shared_f32(reference) + log2_approx(total);
+      store_shared_f32(reference, 0.f);  // for the next item
+      if (!tile.holds(r)) {
+      } else if (slot < 0) {
         store_global(o.lse_at(tile, request, r), total == 0.f ? infinity() : lse * kLn2);
       } else {
         store_global(o.partial_lse + tile.partial_row(slot, r), total == 0.f ? -infinity() : lse);
@@ -683,7 +695,8 @@ MLAFORGE_DEVICE void store_values(smem_t base, int group, const RowTile<Config>&
 
 // ---- Consumers ---------------------------------------------------------------------------------------------------
 
-MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile, const Output& o, float scale_log2) {
+MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile, const Output& o, float scale_log2,
+                             uint32_t nothing) {
   Stage values;  // the tile that is multiplied with P next
   Turns turns;
   uint32_t a[kOperands][8];
@@ -705,7 +718,7 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
     if (tiles > 0) {
       mbarrier_wait(q_full(base, 0), turns.of(Turns::kQuery));
       turns.advance(Turns::kQuery);
-      convert_query<Code, kRows, kCodeColumns>(base + kOffsetQ, base + kOffsetUnits,
+      convert_query<Code, kRows, kCodeColumns>(base + kOffsetQ, base + kOffsetTerms,
                                                load_shared_f32(base + kOffsetUnit) * scale_log2);
       fence_proxy_async();
       named_barrier_sync(kPairBarrier, 256);
@@ -713,35 +726,24 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
 #pragma unroll 1
     for (int i = group; tiles > 0; i += 2) {
       const int token = (item.first_block + i) * kTokens;
+      const int left = item.kv_end - token;
       float s[kRows / 2];
       if (i < tiles) {
         Stage scores = values;
         if (i > 0) scores.skip_tile();
-        issue_codes(base, group, scores, item.kv_end - token, a, s);
+        issue_codes(base, group, scores, left, nothing, a, s);
       }
       // The product with P of the tile before runs beside the last of these.
       if (i > 0 && i <= tiles) {
-        accumulate<(kSteps + kBatch - 1) / kBatch * kBatch % kOperands, Turns::kOtherP>(base, values, group ^ 1, turns, a, acc);
+        accumulate<(kSteps + kBatch - 1) / kBatch * kBatch % kOperands, false>(base, values, false, nothing, a, acc);
+        const int buffer = values.exchange.stage();
+        if (i == tiles) follow(base, buffer, load_shared_s32(raised_at(base, buffer)), sum);
         values.skip_tile();
       }
       if (i >= tiles) break;
-      wgmma_wait<0>();
-      wgmma_fence_operand(s);
-      const TokenScales of = load_token_scales(base, group, values, item.kv_end - token);
-      scale_scores(base, of, s);
-      if (token + kTokens > first_border) {
-        const int len = reader.length(base);
-        int border[kRows / 4];
-#pragma unroll
-        for (int j = 0; j < kRows / 4; ++j) border[j] = tile.border(len, tile.hidden(late(accumulator_column(j))));
-        mask_tokens<kRows>(s, token, border);
-      }
-      if (item.kv_end - token < kTokens) clear_behind(base, values, item.kv_end - token);
-      fill(base, group, i, of, s, sum);
-      fence_proxy_async();
-      __syncwarp();
-      release(filled(base, group));
-      accumulate<0, Turns::kOwnP>(base, values, group, turns, a, acc);
+      const bool raised = soften(base, group, values, i, token, left, first_border, tile, reader, scale_log2, s,
+                                 sum);
+      accumulate<0, true>(base, values, raised, nothing, a, acc);
       // The compiler does not follow products from one turn of this loop to the next.
       wgmma_wait<0>();
       values.skip_tile();
@@ -751,7 +753,7 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
     for (int c = 0; c < kUnits; ++c) wgmma_fence_operand(acc[c]);
     if (tiles > 0) mbarrier_arrive(q_empty(base, 0));
     const Target target = reader.target(base);
-    finish_sums(base, turns.of(Turns::kSums), group, tiles, tile, o, target.request, target.slot, sum);
+    finish_sums(base, turns.of(Turns::kSums), group, tile, o, target.request, target.slot, sum);
     turns.advance(Turns::kSums);
     store_values(base, group, tile, o, target.request, target.slot, acc);
     reader.done(base);
@@ -818,7 +820,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     store_shared_f32(base + kOffsetUnit, Operand<Code>::kUnit * load_global(tensor_scale));
   }
   if (threadIdx.x < kRows) {
-    store_shared_f32(references_at(base, kNoReference) + 4 * static_cast<int>(threadIdx.x), -infinity());
+    store_shared_f32(reference_at(base + kOffsetTerms, static_cast<int>(threadIdx.x)), 0.f);
   }
   __syncthreads();
 
@@ -835,10 +837,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
   } else {
     take_registers<kConsumerRegisters>();
-    consume(base, warp >> 2, tile, output, scale_log2);
+    consume(base, warp >> 2, tile, output, scale_log2, static_cast<uint32_t>(batch >> 31));
     // Whoever has read the last item knows what the walker wrote before it.
     // Results are merged in the room of Q, K and P.
-    merge_splits<Config, Policy, kPairBarrier, kOffsetReferences>(base + kOffsetSplits, base + kOffsetSchedule, base,
+    merge_splits<Config, Policy, kPairBarrier, kOffsetTerms>(base + kOffsetSplits, base + kOffsetSchedule, base,
                                                                   landed(base, 0), output, tile, arrivals, part);
   }
 }

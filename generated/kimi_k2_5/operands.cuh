@@ -109,11 +109,20 @@ MLAFORGE_DEVICE void load_codes(smem_t line, int number, uint32_t (&words)[4]) {
   ldmatrix_x4(line + token * 128 + ((piece ^ (token & 7)) << 4), words);
 }
 
+// Leaves `x` as it is, but not before what `loaded` is part of has been loaded: else the compiler moves the load down to its
+// first use, and its latency with it. `nothing` is 0, which the compiler must not know.
+MLAFORGE_DEVICE void keep_behind(uint32_t& x, uint32_t loaded, uint32_t nothing) { x |= loaded & nothing; }
+
+// Two float32 of each row of Q: what scores of its codes are multiplied with, and the row's reference, which is taken from
+// them. Neighbouring rows have theirs together: 16 bytes, the units first.
+MLAFORGE_DEVICE smem_t unit_at(smem_t terms, int row) { return terms + row / 2 * 16 + row % 2 * 4; }
+MLAFORGE_DEVICE smem_t reference_at(smem_t terms, int row) { return unit_at(terms, row) + 8; }
+
 // Rows of Q as the other operand, in place: the first `Columns` of each become fp16 in the order of the codes, times a
-// power of two that brings the row's largest just below 2^15; the inverse, times `unit`, is left at `units`. `tile` is
-// subtiles of [Rows, 64] under the 128-byte swizzle. Called by 256 threads, who need a barrier behind it.
+// power of two that brings the row's largest just below 2^15; the inverse, times `unit`, is left in the row's `terms`.
+// `tile` is subtiles of [Rows, 64] under the 128-byte swizzle. Called by 256 threads, who need a barrier behind it.
 template <class Code, int Rows, int Columns>
-MLAFORGE_DEVICE void convert_query(smem_t tile, smem_t units, float unit) {
+MLAFORGE_DEVICE void convert_query(smem_t tile, smem_t terms, float unit) {
   constexpr int kSharers = 256 / Rows;
   constexpr int kGroup = Operand<Code>::kGroup;
   static_assert(kSharers <= 32 && Columns % kGroup == 0, "a row is of one warp, in whole groups");
@@ -148,7 +157,7 @@ MLAFORGE_DEVICE void convert_query(smem_t tile, smem_t units, float unit) {
   const uint32_t found = float_bits(largest) >> 23;
   const uint32_t exponent = found > 15 ? found : 15;  // so that the inverse is a normal number, too
   const float factor = bits_float((268 - exponent) << 23);
-  if (sharer == 0) store_shared_f32(units + 4 * row, unit * bits_float((exponent - 14) << 23));
+  if (sharer == 0) store_shared_f32(unit_at(terms, row), unit * bits_float((exponent - 14) << 23));
 #pragma unroll 1
   for (int group = sharer; group < Columns / kGroup; group += kSharers) {
     float x[kGroup];

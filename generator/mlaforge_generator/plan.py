@@ -79,6 +79,8 @@ class Tile:
     """Pairs of A operands, widened from codes, in a warpgroup's registers."""
     batch: int = 0
     """Of these, whose products are issued together."""
+    loads_ahead: int = 1
+    """Matrix loads of codes that are under way while those before are widened, for the scores."""
     sums: int = 1
     """Of scores in a warpgroup's registers: of the products with codes, and of the others."""
 
@@ -334,6 +336,8 @@ def _decode(spec: Spec, target: Target, name: str, schedule: str, rows: int, tok
 
 _ITEMS = 4
 """Items of work that a walker keeps known ahead."""
+_EXCHANGES = 2
+"""Tiles of P of the kernel on quantised rows: that of either warpgroup's tile."""
 _SCALE_STAGES = 4
 """Tiles' scales: few bytes, so that their loads run ahead of the lines'."""
 
@@ -839,7 +843,8 @@ def _coded_memory(
     regions = _Regions()
     regions.place("Q", "kOffsetQ", subtiles * rows * LINE, f"{rows} rows x {subtiles} subtiles")
     regions.place("K", "kOffsetK", tokens * LINE, f"{ring} lines of {tokens} tokens as they are in the cache", ring)
-    regions.place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, f"probabilities, {rows} x {tokens} a warpgroup", 2)
+    probabilities = f"probabilities of a tile, {rows} x {tokens}"
+    regions.place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, probabilities, _EXCHANGES)
     if row.scale_bytes:
         size = tokens // _box_tokens(spec, tokens) * row.scale_box_bytes
         regions.place("scales", "kOffsetScales", size, f"of {row.scale_stages} tiles", row.scale_stages)
@@ -848,14 +853,13 @@ def _coded_memory(
         size = (row.groups + 1) * tokens * 4
         regions.place("grades", "kOffsetGrades", size, "float32 that lead from one scale of a token to the next", 2)
         regions.place(
-            "shares", "kOffsetShares", row.groups * tokens * 4, "scales of the token's largest, beside a P", 2
+            "shares", "kOffsetShares", row.groups * tokens * 4, "scales of the token's largest, beside a P", _EXCHANGES
         )
-    regions.place("references", "kOffsetReferences", rows * 4, "float32 beside a P, and of rows without a token", 3)
-    regions.place("factors", "kOffsetFactors", rows * 4, "float32 by which a row of O is scaled, beside a P", 2)
+    regions.place("terms", "kOffsetTerms", rows * 8, "float32 of a row: its scores' unit and its reference")
+    regions.place("factors", "kOffsetFactors", rows * 4, "float32 that scale a row of O, beside a P", _EXCHANGES)
     regions.place("maxima", "kOffsetMaxima", 4 * rows * 4, "float32, of each warp, a warpgroup", 2)
     regions.place("sums", "kOffsetSums", 8 * rows * 4, "float32, of each warp, by turns", 2)
     regions.place("totals", "kOffsetTotals", rows * 4, "float32 that normalise O, a warpgroup", 2)
-    regions.place("units", "kOffsetUnits", rows * 4, "float32 that scores of a row are multiplied with")
     regions.place("items", "kOffsetItems", 32, f"{_ITEMS} items of work", _ITEMS)
     regions.place("raised", "kOffsetRaised", 16, "whether a P raised references; what all codes are multiplied with")
     regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut, and what the mask hides")
@@ -870,7 +874,7 @@ def _coded_memory(
             Mbarrier("full", ring, 1, tokens * LINE, "a line of the tokens' rows has landed"),
             Mbarrier("empty", ring, 8, 0, "the 8 warps have finished with it"),
             *(scales if row.scale_bytes else ()),
-            Mbarrier("filled", 2, 4, 0, "the 4 warps of a warpgroup have stored P"),
+            Mbarrier("filled", _EXCHANGES, 4, 0, "the 4 warps of a warpgroup have stored P"),
             Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
             Mbarrier("q_empty", 1, 256, 0, "the item is finished with it"),
             Mbarrier("item_full", _ITEMS, 1, 0, "the walker has written an item"),
@@ -917,9 +921,12 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
             rope_stages=stages,
             readers=1,
             items=_ITEMS,
+            exchanges=_EXCHANGES,
             ring_subtiles=ring,
             operands=operands,
             batch=batch,
+            # Products wait for the scores' units of a group, and then for what was loaded too early.
+            loads_ahead=1 if row.groups > 1 else 2,
             sums=sums,
         ),
         regions=placed,
