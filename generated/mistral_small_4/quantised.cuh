@@ -49,11 +49,13 @@ struct Codes<E2m1> {
     for (int e = 0; e < 8; ++e) words[0] |= e2m1_of(x[e]) << (4 * e);
   }
   static MLAFORGE_DEVICE void decode(const uint32_t* words, float (&x)[8]) {
+    uint32_t pairs[4];
+    widen_e2m1(words[0], pairs);  // 64ths of elements 0 and 2, 4 and 6, 1 and 3, 5 and 7
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const uint32_t code = words[0] >> (4 * e);
-      // Exponent and mantissa where float32 has them, too low by 2^126; 1/2 is a subnormal number there.
-      x[e] = bits_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f;
+    for (int k = 0; k < 4; ++k) {
+      const int e = k / 2 + k % 2 * 4;
+      x[e] = unpack_low<Fp16>(pairs[k]) * 64.f;
+      x[e + 2] = unpack_high<Fp16>(pairs[k]) * 64.f;
     }
   }
 };
