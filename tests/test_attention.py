@@ -573,6 +573,9 @@ WRONG_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "lengths that disagree": ({"context_lens": [0]}, "context_lens has 1 entries, query_lens has 2"),
     "no requests": ({"query_lens": [], "context_lens": []}, "query_lens is empty"),
     "no tokens": ({"query_lens": [1, 0]}, r"query_lens\[1\] is 0; it must be 1 or more"),
+    "half a token": ({"query_lens": [1, 2.5]}, r"query_lens\[1\] is 2.5; it must be an integer"),
+    "lengths elsewhere": ({"query_lens": torch.ones(2, device="meta")}, "query_lens is on meta; it must be on the CPU"),
+    "a row for each length": ({"context_lens": torch.zeros(2, 1).int()}, r"context_lens has shape \(2, 1\)"),
     "fewer than none": ({"context_lens": [-1, 0]}, r"context_lens\[0\] is -1; it must be 0 or more"),
     "a long table": ({"block_table": torch.zeros(2, 4).long()}, "block_table has dtype torch.int64"),
     "a flat table": ({"block_table": torch.zeros(2).int()}, "block_table has shape"),
@@ -590,6 +593,17 @@ WRONG_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "padding of prompts": ({"query_lens": [3, 3], "pad_to": 2, "prefill_absorption_threshold": 2}, "at most .* = 2"),
 }
+
+
+def test_lengths_of_any_kind() -> None:
+    """Those of NumPy, say, whose integers lack methods of Python's."""
+    numpy = pytest.importorskip("numpy", reason="NumPy has integers of its own")
+    lens, contexts = [3, 70, 1], [5, 0, 64]
+    want = AttentionBatch.make(kernels(), lens, contexts, table_of(3))
+    for make in (torch.tensor, numpy.array, tuple, iter):
+        got = AttentionBatch.make(kernels(), make(lens), make(contexts), table_of(3))
+        assert got.total_tokens == want.total_tokens and torch.equal(got.slot_mapping, want.slot_mapping)
+        assert [group.s_q for group in got.decode] == [group.s_q for group in want.decode]
 
 
 @pytest.mark.parametrize("name", WRONG_BATCHES)

@@ -14,10 +14,10 @@ from ..cost import DecodeCost, DecodeEnergy, cache_sizes, context_that_fits, dec
 from ..emit import diff_folder
 from ..plan import Plan
 from ..render import render
-from ..resources import spec_dir
+from ..resources import shipped, spec_dir
 from ..schema import schema_text
 from .group import COUNT, Failure, cli
-from .inputs import complete_spec, make_plans, shipped, write_generated
+from .inputs import complete_spec, make_plans, write_generated
 from .output import print_json, print_parts, reading, writing
 
 if TYPE_CHECKING:
