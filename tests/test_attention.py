@@ -192,6 +192,26 @@ CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
         },
         0.072169,
     ),
+    "openPangu": (
+        {
+            "model_type": "pangu_ultra_moe",
+            "attention_kv_lora_dim": 512,
+            "attention_q_lora_dim": 1536,
+            "attention_qk_dim": 128,
+            "attention_qk_rope_dim": 64,
+            "attention_v_dim": 128,
+            "hidden_size": 7680,
+            "num_attention_heads": 128,
+            "max_position_embeddings": 131072,
+            # Which it does not say itself.
+            "rope_interleave": True,
+        },
+        0.072169,
+    ),
+    "DeepSeek-V3.2": (
+        {**V3, "model_type": "deepseek_v32", "max_position_embeddings": 163840, "rope_scaling": yarn(40)},
+        0.135234,
+    ),
     "Ling 3": (
         {
             **DEEPSEEK,
@@ -244,6 +264,8 @@ def test_pairs_and_oddities() -> None:
     assert {name for name, each in configs.items() if each.q_lora_scale != 1} == {"longcat_flash", "LongCat LSA"}
     assert (configs["longcat_flash"].q_lora_scale, configs["longcat_flash"].kv_lora_scale) == (2, math.sqrt(12))
     assert configs["minicpm3"].v_head_dim == 64
+    pangu = configs["openPangu"]
+    assert (pangu.kv_lora_rank, pangu.q_lora_rank, pangu.qk_head_dim, pangu.v_head_dim) == (512, 1536, 192, 128)
     # MiniCPM3, GLM and LongCat set rms_norm_eps to 1e-5, and their layers do not use it here.
     assert {each.norm_eps for each in configs.values()} == {1e-6}
 
