@@ -743,6 +743,32 @@ def test_the_layer_on_simulated_kernels(name: str) -> None:
     assert all(each > 2 * TOLERANCE for each in worst.values()), worst
 
 
+@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "nvfp4"])
+def test_the_layer_on_simulated_kernels_of_a_quantised_cache(dtype: str) -> None:
+    """Beside exact kernels that quantise likewise: what is left are roundings to bf16, and codes that they move.
+
+    A number that is off by a part d is given another code, a part s away, with a probability of d / s: sqrt(d s) in the
+    mean square, of e4m3 with its s of 1/16 as much as the roundings, of e2m1 with 1/3 twice as much.
+    """
+    sizes = {name: SIMULATED[name] for name in ("hidden_size", "num_attention_heads", *DEEPSEEK)}
+    config = AttentionConfig.from_hf({**V3, **sizes, "q_lora_rank": None, "max_position_embeddings": 512})
+    manifest = manifest_for(config, f"deepseek_v3_{dtype}")
+    layer = MLAAttention(config, MLA(manifest, Simulator()))
+    weights = {name: each.to(layer.dtype) for name, each in weights_of(layer, seed=6).items()}
+    layer.load_state_dict(weights)
+    exact = exact_layer(config, cache=manifest.cache)
+    exact.load_state_dict(weights)
+    unquantised = exact_layer(config)
+    unquantised.load_state_dict(weights)
+    mine, right, bf16 = (Steps(each, weights, requests=3) for each in (layer, exact, unquantised))
+    tolerance = (4 if dtype == "nvfp4" else 2) * TOLERANCE
+    for lens in ([66, 3, 1], [1, 7, 2], [1, 1, 5]):
+        got, want, other = (each.step(lens, prefill_absorption_threshold=3)[0] for each in (mine, right, bf16))
+        assert error(got, want) < tolerance
+        # What the format loses is not lost twice, nor is it less.
+        assert 0.7 < error(got, other) / error(want, other) < 1.4
+
+
 def other_models(config: AttentionConfig) -> dict[str, AttentionConfig]:
     """Give configs that differ in one thing each."""
     rotation = config.rotation

@@ -29,9 +29,9 @@ def shape_of(tensor: torch.Tensor) -> str:
 
 
 def require_tensor(name: str, tensor: object) -> None:
-    """Refuse None, which torch hands on where an operator's schema says Tensor."""
-    if tensor is None:
-        raise ValueError(f"{name} is None; it must be a tensor")
+    """Refuse None, which torch hands on where an operator's schema says Tensor, and what is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is {'None' if tensor is None else f'a {type(tensor).__name__}'}; it must be a tensor")
 
 
 def require_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
