@@ -455,6 +455,10 @@ def test_torch_compile() -> None:
     torch.testing.assert_close(results[0][0][:, 0].double(), want, rtol=0, atol=0.04)
 
 
+def test_a_folder_by_its_name() -> None:
+    assert read_manifest(str(GENERATED / "deepseek_v3")) == read_manifest(GENERATED / "deepseek_v3")
+
+
 def test_no_such_kernels() -> None:
     with pytest.raises(ValueError, match="no kernel 'x' is loaded"):
         torch.ops.mlaforge.merge(*operator_arguments()["merge"][:4], "x")
