@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ from mlaforge.attention_batch import AttentionBatch, PrefillGroup
 from mlaforge.attention_config import AttentionConfig, PositionTables, Rotation
 from mlaforge.attention_reference import ReferenceAttention
 from mlaforge.formats import FORMATS
+from mlaforge.launch import Cuda
 from mlaforge.manifest import CacheFormat, read_manifest
 from mlaforge.simulator import Simulator, compile_library
 from test_verify import one_thread as one_thread
@@ -743,30 +745,33 @@ def test_the_layer_on_simulated_kernels(name: str) -> None:
     assert all(each > 2 * TOLERANCE for each in worst.values()), worst
 
 
-@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "nvfp4"])
-def test_the_layer_on_simulated_kernels_of_a_quantised_cache(dtype: str) -> None:
-    """Beside exact kernels that quantise likewise: what is left are roundings to bf16, and codes that they move.
+def check_quantised(dtype: str, backend: Cuda | Simulator, steps: Iterable[list[int]], pages: int = 3) -> None:
+    """Compare with exact kernels that quantise likewise: what is left are roundings to bf16, and codes that they move.
 
     A number that is off by a part d is given another code, a part s away, with a probability of d / s: sqrt(d s) in the
     mean square, of e4m3 with its s of 1/16 as much as the roundings, of e2m1 with 1/3 twice as much.
     """
     sizes = {name: SIMULATED[name] for name in ("hidden_size", "num_attention_heads", *DEEPSEEK)}
-    config = AttentionConfig.from_hf({**V3, **sizes, "q_lora_rank": None, "max_position_embeddings": 512})
+    config = AttentionConfig.from_hf({**V3, **sizes, "q_lora_rank": None, "max_position_embeddings": 2048})
     manifest = manifest_for(config, f"deepseek_v3_{dtype}")
-    layer = MLAAttention(config, MLA(manifest, Simulator()))
-    weights = {name: each.to(layer.dtype) for name, each in weights_of(layer, seed=6).items()}
-    layer.load_state_dict(weights)
-    exact = exact_layer(config, cache=manifest.cache)
-    exact.load_state_dict(weights)
-    unquantised = exact_layer(config)
-    unquantised.load_state_dict(weights)
-    mine, right, bf16 = (Steps(each, weights, requests=3) for each in (layer, exact, unquantised))
+    layer = MLAAttention(config, MLA(manifest, backend))
+    weights = {name: each.bfloat16() for name, each in weights_of(layer, seed=6).items()}
+    exact, unquantised = exact_layer(config, cache=manifest.cache), exact_layer(config)
+    all_steps = []
+    for each in (layer, exact, unquantised):
+        each.load_state_dict(weights)
+        all_steps.append(Steps(each, each.state_dict(), requests=3, pages=pages))
     tolerance = (4 if dtype == "nvfp4" else 2) * TOLERANCE
-    for lens in ([66, 3, 1], [1, 7, 2], [1, 1, 5]):
-        got, want, other = (each.step(lens, prefill_absorption_threshold=3)[0] for each in (mine, right, bf16))
+    for lens in steps:
+        got, want, other = (each.step(lens, prefill_absorption_threshold=3)[0].cpu() for each in all_steps)
         assert error(got, want) < tolerance
         # What the format loses is not lost twice, nor is it less.
         assert 0.7 < error(got, other) / error(want, other) < 1.4
+
+
+@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "nvfp4"])
+def test_the_layer_on_simulated_kernels_of_a_quantised_cache(dtype: str) -> None:
+    check_quantised(dtype, Simulator(), ([66, 3, 1], [1, 7, 2], [1, 1, 5]))
 
 
 def other_models(config: AttentionConfig) -> dict[str, AttentionConfig]:
