@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -127,6 +128,7 @@ def test_a_call_counted_by_hand() -> None:
     assert cost.bytes == cost.cache_bytes + cost.io_bytes
 
 
+@functools.cache
 def prefill_of(name: str) -> PrefillPlan:
     (prefill,) = (kernel for kernel in plan_of(name).kernels if isinstance(kernel, PrefillPlan))
     return prefill
@@ -150,6 +152,18 @@ def test_a_prefill_call_counted_by_hand(name: str, tokens: int, seen: tuple[int,
     assert cost.padded_flops == 2 * 3 * 5 * 64 * sum(seen) * columns
     assert cost.io_bytes == 3 * 5 * tokens * (2 * columns * 2 + 4)
     assert cost.intensity == cost.flops / cost.io_bytes
+
+
+@given(name=st.sampled_from(["deepseek_v3", "glm_5", "minicpm3"]), tokens=st.integers(1, 3000))
+def test_padding_of_prompts_is_that_of_their_rows(name: str, tokens: int) -> None:
+    prefill = prefill_of(name)
+    block, pairs = prefill.tile.tokens, 0
+    for first in range(0, tokens, 64):
+        blocks, rest = divmod(min(first + 64, tokens), block)
+        half = prefill.tile.narrow and blocks and 0 < rest <= prefill.tile.narrow
+        pairs += 64 * (blocks * block + (prefill.tile.narrow if half else block * (rest > 0)))
+    cost = prefill_cost(prefill, H200, batch=1, tokens=tokens, heads=1)
+    assert cost.padded_flops == 2 * pairs * (prefill.d_qk + prefill.d_v) >= cost.flops
 
 
 def test_long_prompts_are_bound_by_products() -> None:

@@ -10,6 +10,7 @@ one, and with it the rate that a chip keeps up for seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -149,8 +150,7 @@ class PrefillCost:
 def prefill_cost(prefill: PrefillPlan, target: Target, *, batch: int, tokens: int, heads: int) -> PrefillCost:
     """Count a prefill call's work on a target; `heads` are those of one rank."""
     columns = prefill.d_qk + prefill.d_v
-    # Of 64 rows a warpgroup multiplies with all that the last of them sees, in blocks, the last of which may be narrow.
-    padded = sum(ROWS * _padded_tokens(prefill.tile, min(first + ROWS, tokens)) for first in range(0, tokens, ROWS))
+    padded = _padded_pairs(prefill.tile, tokens)
     flops, padded_flops = (2 * batch * heads * pairs * columns for pairs in (tokens * (tokens + 1) // 2, padded))
     io_bytes = batch * heads * tokens * (2 * columns * ELEMENT_BYTES + 4)
     return PrefillCost(
@@ -163,6 +163,27 @@ def prefill_cost(prefill: PrefillPlan, target: Target, *, batch: int, tokens: in
         memory_us=io_bytes / target.read_bandwidth * 1e6,
         compute_us=padded_flops / target.matrix_rate * 1e6,
     )
+
+
+def _padded_pairs(tile: PrefillTile, tokens: int) -> int:
+    """Give the pairs of a row and a token whose products are computed for one head of a sequence.
+
+    A warpgroup multiplies 64 rows with all that the last of them sees, in blocks, of which a last one that is not the
+    only one may be narrow.
+    """
+
+    def of_rows(first: int, end: int) -> int:
+        seen = (min(at + ROWS, end) for at in range(first, end, ROWS))
+        return sum(ROWS * _padded_tokens(tile, each) for each in seen)
+
+    # From the second period on rows see what those a period before do, and a period more.
+    period = math.lcm(ROWS, tile.tokens)
+    pairs = of_rows(0, min(period, tokens))
+    if more := max(tokens // period - 1, 0):
+        pairs += more * of_rows(period, 2 * period) + more * (more - 1) // 2 * period**2
+    if tokens > period:
+        pairs += of_rows(tokens // period * period, tokens)
+    return pairs
 
 
 def _padded_tokens(tile: PrefillTile, seen: int) -> int:
