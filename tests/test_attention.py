@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ from mlaforge.attention_batch import AttentionBatch, PrefillGroup
 from mlaforge.attention_config import AttentionConfig, PositionTables, Rotation
 from mlaforge.attention_reference import ReferenceAttention
 from mlaforge.formats import FORMATS
+from mlaforge.launch import Cuda
 from mlaforge.manifest import CacheFormat, read_manifest
 from mlaforge.simulator import Simulator, compile_library
 from test_verify import one_thread as one_thread
@@ -192,6 +194,26 @@ CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
         },
         0.072169,
     ),
+    "openPangu": (
+        {
+            "model_type": "pangu_ultra_moe",
+            "attention_kv_lora_dim": 512,
+            "attention_q_lora_dim": 1536,
+            "attention_qk_dim": 128,
+            "attention_qk_rope_dim": 64,
+            "attention_v_dim": 128,
+            "hidden_size": 7680,
+            "num_attention_heads": 128,
+            "max_position_embeddings": 131072,
+            # Which it does not say itself.
+            "rope_interleave": True,
+        },
+        0.072169,
+    ),
+    "DeepSeek-V3.2": (
+        {**V3, "model_type": "deepseek_v32", "max_position_embeddings": 163840, "rope_scaling": yarn(40)},
+        0.135234,
+    ),
     "Ling 3": (
         {
             **DEEPSEEK,
@@ -244,6 +266,8 @@ def test_pairs_and_oddities() -> None:
     assert {name for name, each in configs.items() if each.q_lora_scale != 1} == {"longcat_flash", "LongCat LSA"}
     assert (configs["longcat_flash"].q_lora_scale, configs["longcat_flash"].kv_lora_scale) == (2, math.sqrt(12))
     assert configs["minicpm3"].v_head_dim == 64
+    pangu = configs["openPangu"]
+    assert (pangu.kv_lora_rank, pangu.q_lora_rank, pangu.qk_head_dim, pangu.v_head_dim) == (512, 1536, 192, 128)
     # MiniCPM3, GLM and LongCat set rms_norm_eps to 1e-5, and their layers do not use it here.
     assert {each.norm_eps for each in configs.values()} == {1e-6}
 
@@ -573,6 +597,9 @@ WRONG_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "lengths that disagree": ({"context_lens": [0]}, "context_lens has 1 entries, query_lens has 2"),
     "no requests": ({"query_lens": [], "context_lens": []}, "query_lens is empty"),
     "no tokens": ({"query_lens": [1, 0]}, r"query_lens\[1\] is 0; it must be 1 or more"),
+    "half a token": ({"query_lens": [1, 2.5]}, r"query_lens\[1\] is 2.5; it must be an integer"),
+    "lengths elsewhere": ({"query_lens": torch.ones(2, device="meta")}, "query_lens is on meta; it must be on the CPU"),
+    "a row for each length": ({"context_lens": torch.zeros(2, 1).int()}, r"context_lens has shape \(2, 1\)"),
     "fewer than none": ({"context_lens": [-1, 0]}, r"context_lens\[0\] is -1; it must be 0 or more"),
     "a long table": ({"block_table": torch.zeros(2, 4).long()}, "block_table has dtype torch.int64"),
     "a flat table": ({"block_table": torch.zeros(2).int()}, "block_table has shape"),
@@ -590,6 +617,17 @@ WRONG_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "padding of prompts": ({"query_lens": [3, 3], "pad_to": 2, "prefill_absorption_threshold": 2}, "at most .* = 2"),
 }
+
+
+def test_lengths_of_any_kind() -> None:
+    """Those of NumPy, say, whose integers lack methods of Python's."""
+    numpy = pytest.importorskip("numpy", reason="NumPy has integers of its own")
+    lens, contexts = [3, 70, 1], [5, 0, 64]
+    want = AttentionBatch.make(kernels(), lens, contexts, table_of(3))
+    for make in (torch.tensor, numpy.array, tuple, iter):
+        got = AttentionBatch.make(kernels(), make(lens), make(contexts), table_of(3))
+        assert got.total_tokens == want.total_tokens and torch.equal(got.slot_mapping, want.slot_mapping)
+        assert [group.s_q for group in got.decode] == [group.s_q for group in want.decode]
 
 
 @pytest.mark.parametrize("name", WRONG_BATCHES)
@@ -705,6 +743,35 @@ def test_the_layer_on_simulated_kernels(name: str) -> None:
         assert latents is not None and error(steps.cached(i), latents) < 0.003
     # What a layer of a slightly different model gives is told apart.
     assert all(each > 2 * TOLERANCE for each in worst.values()), worst
+
+
+def check_quantised(dtype: str, backend: Cuda | Simulator, steps: Iterable[list[int]], pages: int = 3) -> None:
+    """Compare with exact kernels that quantise likewise: what is left are roundings to bf16, and codes that they move.
+
+    A number that is off by a part d is given another code, a part s away, with a probability of d / s: sqrt(d s) in the
+    mean square, of e4m3 with its s of 1/16 as much as the roundings, of e2m1 with 1/3 twice as much.
+    """
+    sizes = {name: SIMULATED[name] for name in ("hidden_size", "num_attention_heads", *DEEPSEEK)}
+    config = AttentionConfig.from_hf({**V3, **sizes, "q_lora_rank": None, "max_position_embeddings": 2048})
+    manifest = manifest_for(config, f"deepseek_v3_{dtype}")
+    layer = MLAAttention(config, MLA(manifest, backend))
+    weights = {name: each.bfloat16() for name, each in weights_of(layer, seed=6).items()}
+    exact, unquantised = exact_layer(config, cache=manifest.cache), exact_layer(config)
+    all_steps = []
+    for each in (layer, exact, unquantised):
+        each.load_state_dict(weights)
+        all_steps.append(Steps(each, each.state_dict(), requests=3, pages=pages))
+    tolerance = (4 if dtype == "nvfp4" else 2) * TOLERANCE
+    for lens in steps:
+        got, want, other = (each.step(lens, prefill_absorption_threshold=3)[0].cpu() for each in all_steps)
+        assert error(got, want) < tolerance
+        # What the format loses is not lost twice, nor is it less.
+        assert 0.7 < error(got, other) / error(want, other) < 1.4
+
+
+@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "nvfp4"])
+def test_the_layer_on_simulated_kernels_of_a_quantised_cache(dtype: str) -> None:
+    check_quantised(dtype, Simulator(), ([66, 3, 1], [1, 7, 2], [1, 1, 5]))
 
 
 def other_models(config: AttentionConfig) -> dict[str, AttentionConfig]:

@@ -16,7 +16,8 @@ from attention_models import MODELS, YARN, Steps, Theirs, error, weights_of
 from mlaforge.attention import MLAAttention
 from mlaforge.attention_batch import AttentionBatch
 from mlaforge.attention_config import AttentionConfig
-from test_attention import TOLERANCE, check_example, example_of_readme
+from mlaforge.launch import Cuda
+from test_attention import TOLERANCE, check_example, check_quantised, example_of_readme
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +88,11 @@ def test_a_long_context_in_rounds() -> None:
     steps = steps_of(3)
     for lens in ([3000, 2500, 300], [300, 1, 600]):
         accept(*steps.step(lens, workspace_tokens=512), lens)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_ds_mla", "nvfp4"])
+def test_quantised_caches(dtype: str) -> None:
+    check_quantised(dtype, Cuda(), ([700, 3, 1], [1, 300, 2], *[[1, 1, 1]] * 5, [2, 1, 500]), pages=16)
 
 
 def test_transformers_prompt_and_decode() -> None:

@@ -234,6 +234,12 @@ def test_rounds_are_as_few_as_can_be() -> None:
         assert limits.rounds(len(lengths), 128)[8:] in ((), (3 * 128,))
 
 
+def test_lengths_that_are_no_tensor() -> None:
+    for lengths, what in (([3, 4], "a list"), (None, "None")):
+        with pytest.raises(ValueError, match=f"context_lens is {what}; it must be a tensor"):
+            simulated().context_rounds(lengths, max_context=4, workspace_tokens=4)  # type: ignore[arg-type]
+
+
 def test_lengths_beyond_the_limits_are_cut() -> None:
     rounds = context_rounds(torch.tensor([-5, 300, 10], dtype=torch.int32), ContextLimits(20, 64), 8)
     assert rounds.cu_seqlens.diff().sum(0).tolist() == [0, 20, 10]

@@ -77,6 +77,8 @@ def test_plan_prints_every_number(name: str) -> None:
         "Tensor maps",
         "Launch",
         "Split scheme",
+        "Memory-bound kernels on copies",
+        "Prefill calls on",
         "FLOP/B",
         "floor",
         "MHA",
@@ -100,7 +102,9 @@ def test_plan_as_json_is_for_programs() -> None:
         "MLA": 72_477_573_120,
     }
     assert len(data["costs"]) > 1
-    assert all(cost["floor_us"] == max(cost["memory_us"], cost["compute_us"]) for cost in data["costs"])
+    assert len(data["prefill_costs"]) > 1 and {cost["heads"] for cost in data["prefill_costs"]} == {128}
+    for cost in (*data["costs"], *data["prefill_costs"]):
+        assert cost["floor_us"] == max(cost["memory_us"], cost["compute_us"])
 
 
 @pytest.mark.parametrize(
@@ -113,6 +117,7 @@ def test_plan_of_a_quantised_cache(dtype: str, row_bytes: int, fits: int) -> Non
     text = run("plan", name).stdout
     for words in (f"{dtype} cache of {row_bytes} B a token", f"MLA, {dtype}", f"141 GB hold a context of {fits:,}"):
         assert words in text, words
+    assert "widening of codes" in text
     data = json.loads(run("plan", name, "--json").stdout)
     sizes = data["cache_sizes"]
     assert (sizes["row_bytes"], sizes["memory"], sizes["context_that_fits"]) == (row_bytes, 141_000_000_000, fits)
@@ -124,6 +129,8 @@ def test_plan_at_a_given_shape() -> None:
     data = json.loads(run("plan", "deepseek_v3", "--json", *arguments).stdout)
     (cost,) = data["costs"]
     assert (cost["batch"], cost["context"], cost["s_q"], cost["heads"]) == (3, 100, 2, 7)
+    (cost,) = data["prefill_costs"]
+    assert (cost["batch"], cost["tokens"], cost["heads"]) == (3, 100, 7)
     assert data["cache_sizes"]["kinds"][2]["total"] == 3 * 100 * 5 * 1152
     text = run("plan", "deepseek_v3", *arguments).stdout
     assert "3 x 100 tokens, 5 layers" in text and "1.728 MB" in text and "1.648 MiB" in text

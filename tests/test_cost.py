@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -16,9 +17,11 @@ from mlaforge_generator.cost import (
     decimal_bytes,
     decode_cost,
     decode_energy,
+    prefill_cost,
     split_counts,
 )
 from mlaforge_generator.plan import Plan, SchedulePolicy, make_plan
+from mlaforge_generator.prefill_plan import PrefillPlan
 from mlaforge_generator.resources import find_spec
 from mlaforge_generator.spec import Cache, load_spec
 from mlaforge_generator.target import H200
@@ -123,6 +126,54 @@ def test_a_call_counted_by_hand() -> None:
     assert cost.splits == 0
     assert cost.partial_bytes == 0
     assert cost.bytes == cost.cache_bytes + cost.io_bytes
+
+
+@functools.cache
+def prefill_of(name: str) -> PrefillPlan:
+    (prefill,) = (kernel for kernel in plan_of(name).kernels if isinstance(kernel, PrefillPlan))
+    return prefill
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "seen"),
+    [
+        # Rows of 64; blocks of 128, of which a last one that is not the only one may have 64.
+        ("deepseek_v3", 200, (128, 128, 192, 256)),
+        # Blocks of 80, none of them narrow.
+        ("glm_5", 200, (80, 160, 240, 240)),
+        ("deepseek_v3", 1, (128,)),
+    ],
+)
+def test_a_prefill_call_counted_by_hand(name: str, tokens: int, seen: tuple[int, ...]) -> None:
+    prefill = prefill_of(name)
+    columns = prefill.d_qk + prefill.d_v
+    cost = prefill_cost(prefill, H200, batch=3, tokens=tokens, heads=5)
+    assert cost.flops == 2 * 3 * 5 * (tokens * (tokens + 1) // 2) * columns
+    assert cost.padded_flops == 2 * 3 * 5 * 64 * sum(seen) * columns
+    assert cost.io_bytes == 3 * 5 * tokens * (2 * columns * 2 + 4)
+    assert cost.intensity == cost.flops / cost.io_bytes
+
+
+@given(name=st.sampled_from(["deepseek_v3", "glm_5", "minicpm3"]), tokens=st.integers(1, 3000))
+def test_padding_of_prompts_is_that_of_their_rows(name: str, tokens: int) -> None:
+    prefill = prefill_of(name)
+    block, pairs = prefill.tile.tokens, 0
+    for first in range(0, tokens, 64):
+        blocks, rest = divmod(min(first + 64, tokens), block)
+        half = prefill.tile.narrow and blocks and 0 < rest <= prefill.tile.narrow
+        pairs += 64 * (blocks * block + (prefill.tile.narrow if half else block * (rest > 0)))
+    cost = prefill_cost(prefill, H200, batch=1, tokens=tokens, heads=1)
+    assert cost.padded_flops == 2 * pairs * (prefill.d_qk + prefill.d_v) >= cost.flops
+
+
+def test_long_prompts_are_bound_by_products() -> None:
+    """And hardly padded; a prompt of one token is padded to a whole block."""
+    prefill = prefill_of("deepseek_v3")
+    cost = prefill_cost(prefill, H200, batch=1, tokens=32_768, heads=16)
+    assert cost.bound == "compute" and cost.floor_us == cost.compute_us > cost.memory_us
+    assert cost.flops / cost.floor_us * 1e6 == pytest.approx(H200.matrix_rate, rel=5e-3)
+    short = prefill_cost(prefill, H200, batch=64, tokens=1, heads=16)
+    assert short.padded_flops == 64 * 128 * short.flops
 
 
 @pytest.mark.parametrize(("rows", "matrix_nj"), [(16, 37.1875), (32, 61.625), (64, 87.5)])

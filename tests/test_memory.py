@@ -306,6 +306,7 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     ("gather", lambda: {"out": zeros(1, 576).expand(10, -1)}, r"out has shape .* its rows overlap"),
     ("gather", lambda: {"out": zeros(11, 576), "total_tokens": 10}, r"total_tokens is 10, out has 11 rows"),
     ("gather", lambda: {"out": None}, r"total_tokens is None"),
+    ("gather", lambda: {"out": None, "total_tokens": -1}, r"total_tokens is -1; it must be 0 or more"),
     ("append", lambda: {"c_kv": zeros(5, 576)}, r"c_kv has shape \(5, 576\); it must be \(n, 512\)"),
     ("append", lambda: {"c_kv": zeros(5, 512).float()}, r"c_kv has dtype torch.float32"),
     ("append", lambda: {"c_kv": zeros(5, 516)[:, 4:]}, r"c_kv has a stride of 1032 B in dimension 0"),
@@ -452,6 +453,10 @@ def test_torch_compile() -> None:
     tokens = append_reference(c_kv * 2, k_rope)
     want = (tokens[:, :64] + tokens[:, 64:128]) / 2 + 1
     torch.testing.assert_close(results[0][0][:, 0].double(), want, rtol=0, atol=0.04)
+
+
+def test_a_folder_by_its_name() -> None:
+    assert read_manifest(str(GENERATED / "deepseek_v3")) == read_manifest(GENERATED / "deepseek_v3")
 
 
 def test_no_such_kernels() -> None:

@@ -43,6 +43,44 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.mlaforge, f"{name}_out"), made.out_arguments())
 
 
+FORMS = [*NAMES, *(f"{name}_out" for name in NAMES if name != "append")]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_missing_or_elsewhere_is_named(name: str) -> None:
+    """A tensor without storage is sent to the operator's fake implementation, which writes to nothing."""
+    made = call(name.removesuffix("_out"))
+    operator = getattr(torch.ops.mlaforge, name)
+    arguments = made.out_arguments() if name.endswith("_out") else made.arguments
+    for i, argument in enumerate(operator.default._schema.arguments):
+        if not isinstance(arguments[i], torch.Tensor):
+            continue
+        changes = [arguments[i].to("meta")]
+        if argument.type.kind() == "TensorType":
+            changes.append(None)
+        for change in changes:
+            with pytest.raises(ValueError, match=rf"\b{argument.name} is (None; it must be|on (meta|cpu))"):
+                operator(*arguments[:i], change, *arguments[i + 1 :])
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "append"])
+def test_fake_results_have_the_right_device(name: str) -> None:
+    made = call(name.removesuffix("_out"))
+    arguments = made.out_arguments() if name.endswith("_out") else made.arguments
+    meta = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in arguments]
+    results = getattr(torch.ops.mlaforge, name)(*meta)
+    assert all(each.is_meta for each in ((results,) if isinstance(results, torch.Tensor) else results or ()))
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "chunked_prefill", "gather", "merge"])
+def test_results_whose_rows_overlap_are_refused(name: str) -> None:
+    made = call(name)
+    first, arguments = made.into[0], list(made.out_arguments())
+    arguments[next(i for i, each in enumerate(arguments) if each is first)] = first[:1].expand(first.shape)
+    with pytest.raises(ValueError, match=r"out has shape .*: its rows overlap"):
+        getattr(torch.ops.mlaforge, f"{name}_out")(*arguments)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "append"])
 def test_both_forms_agree(name: str) -> None:
     made = call(name)

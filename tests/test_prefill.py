@@ -30,13 +30,16 @@ from mlaforge.prefill_verify import (
     verify_problems,
 )
 from mlaforge.reference import prefill_reference
-from mlaforge.simulator import SimulatorOptions
+from mlaforge.simulator import Simulator, SimulatorOptions
+from mlaforge.trace import read_events
 from mlaforge_generator.block import SMEM_ALIGNMENT
+from mlaforge_generator.cost import prefill_cost
 from mlaforge_generator.errors import SpecError
 from mlaforge_generator.plan import make_plan
 from mlaforge_generator.prefill_plan import PrefillPlan
 from mlaforge_generator.spec import Spec
-from prefilling import HEADS, folder_of, simulated, spec_of
+from mlaforge_generator.target import H200
+from prefilling import HEADS, SIMULATED_DTYPE, Prefill, folder_of, simulated, spec_of
 from strategies import specs
 from test_verify import one_thread as one_thread
 
@@ -270,6 +273,23 @@ def test_many_sequences_and_sections_of_heads() -> None:
     """More sequences than lanes of the warp that finds tiles, and tiles of all sections exactly once."""
     q = tuple(n % 4 * 50 for n in range(70))
     accept(simulated((96, 64)), PrefillProblem(q=q, k=q, heads=2), SimulatorOptions(sms=3))
+
+
+@pytest.mark.parametrize("shape", [(192, 128), (256, 256)], ids=str)
+def test_the_plan_counts_the_products_that_the_kernel_issues(shape: tuple[int, int], tmp_path: Path) -> None:
+    trace, tokens = tmp_path / "events", 200
+    # Kernels of their own: how many blocks a call has is worked out once for tensors of its layout.
+    folder = folder_of(spec_of(shape, SIMULATED_DTYPE[shape]))
+    mla = Prefill(folder, Simulator(SimulatorOptions(trace=trace, sms=1)))
+    inputs = make_inputs(PrefillProblem(q=(tokens,), k=(tokens,)), mla.manifest, "cpu")
+    mla.prefill(*inputs.arguments)
+    lines = kernel_of(mla.manifest).source.read_text().splitlines()
+    places = [event.place.split(":") for event in read_events(trace) if event.what == "wgmma"]
+    # Products of 16 tokens with V, which take P from registers; each is an event of the four warps of its warpgroup.
+    values = [line for file, line in places if file == "prefill.cu" and "wgmma_rs_mn" in lines[int(line) - 1]]
+    assert len(values) < len(places)
+    cost = prefill_cost(plan_of(spec_of(shape)), H200, batch=1, tokens=tokens, heads=1)
+    assert len(values) // 4 * 64 * 16 * 2 * sum(shape) == cost.padded_flops
 
 
 def test_any_schedule_gives_the_same_bits() -> None:

@@ -8,6 +8,7 @@ import math
 import random
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from mlaforge.bench.cases import MemoryCase, MemoryKernel
 from mlaforge.bench.memory import memory_call
 from mlaforge.compiler import compile_kernel
 from mlaforge.formats import FORMATS, Format
+from mlaforge.manifest import Manifest
 from mlaforge.memory_verify import KINDS, AppendProblem, GatherProblem
+from mlaforge.prefill_verify import PrefillProblem, kernel_of, random_chunked_problem
+from mlaforge.prefill_verify import verify_problems as verify_prefill
 from mlaforge.simulator import MODES, Simulator, SimulatorOptions
 from mlaforge_generator.emit import write_folder
 from mlaforge_generator.memory_plan import QuantisedAppendPlan, QuantisedGatherPlan
@@ -203,14 +207,18 @@ def test_what_was_appended_is_gathered(name: str) -> None:
     assert share < {"nvfp4": 0.11}.get(name, 0.03)
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4"])
-def test_chunked_prefill_from_a_quantised_cache(name: str) -> None:
-    """To the bit what it gives from a bf16 cache that holds what the quantised one stands for."""
-    plain, form = simulated(), FORMATS[name]
+@functools.cache
+def chunked(name: str) -> MLA:
     tree = spec_of((96, 64)).model_dump(exclude_none=True)
     tree["model"] |= {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
     tree["cache"] = {"dtype": name, "page_size": 16}
-    mla = Chunked(folder_of(Spec.model_validate(tree)), Simulator())
+    return Chunked(folder_of(Spec.model_validate(tree)), Simulator())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_chunked_prefill_from_a_quantised_cache(name: str) -> None:
+    """To the bit what it gives from a bf16 cache that holds what the quantised one stands for."""
+    plain, form, mla = simulated(), FORMATS[name], chunked(name)
     scale, tensor = scale_of(mla, 0.02)
     generator = torch.Generator().manual_seed(4)
     contexts, new = [70, 0, 33], [5, 20, 1]
@@ -227,11 +235,49 @@ def test_chunked_prefill_from_a_quantised_cache(name: str) -> None:
     out, lse = mla.chunked_prefill(*first, cache, table, borders, lengths, tensor_scale=tensor, **limits)
     want, want_lse = plain.chunked_prefill(*first, elements, table, borders, lengths, **limits)
     assert torch.equal(out, want) and torch.equal(lse, want_lse) and not bool(out.isnan().any())
-    for wrong, message in ((None, "tensor_scale is None"), (torch.ones(1).half(), "tensor_scale has dtype")):
+    wrongs: list[tuple[torch.Tensor | None, str]] = [(torch.ones(1), "tensor_scale has shape .* must be None")]
+    if form.layout.tensor_scale:
+        wrongs = [(None, "tensor_scale is None"), (torch.ones(1).half(), "tensor_scale has dtype")]
+    for wrong, message in wrongs:
         with pytest.raises(ValueError, match=message):
             mla.chunked_prefill(*first, cache, table, borders, lengths, tensor_scale=wrong, **limits)
     with pytest.raises(ValueError, match="kv_cache has dtype"):
         mla.chunked_prefill(*first, cache.bfloat16(), table, borders, lengths, tensor_scale=tensor, **limits)
+
+
+@dataclass
+class Misread:
+    """Kernels whose caller takes the wrong scale of the cache, or for each token the scales of another."""
+
+    mla: MLA
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.mla.manifest
+
+    def prefill(self, *tensors: Any, **options: Any) -> Any:
+        return self.mla.prefill(*tensors, **options)
+
+    def chunked_prefill(self, *tensors: Any, tensor_scale: torch.Tensor | None, **options: Any) -> Any:
+        if tensor_scale is not None:
+            return self.mla.chunked_prefill(*tensors, tensor_scale=tensor_scale * 1.25, **options)
+        cache, manifest = tensors[3].clone(), self.manifest
+        parts = FORMATS[manifest.cache.dtype].layout.parts(manifest.d_v, manifest.d_qk - manifest.d_v)
+        (part,) = (part for part in parts if part.name == "scales")
+        scales = slice(part.offset, part.offset + part.bytes)
+        cache[..., scales] = cache[..., scales].roll(1, 1)
+        return self.mla.chunked_prefill(*tensors[:3], cache, *tensors[4:], tensor_scale=None, **options)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_verification_of_chunked_prefill_reads_the_format(name: str) -> None:
+    mla = chunked(name)
+    problems = [random_chunked_problem(random.Random(seed), kernel_of(mla.manifest), 60) for seed in range(6)]
+    # Of a row with few tokens one takes all the weight.
+    problems.append(PrefillProblem(q=(2, 1), k=(40, 20), heads=2, q_gain=32, workspace=20))
+    report = verify_prefill(mla, problems, device="cpu")
+    assert report.ok and report.counts == {"chunked": 7}
+    assert not verify_prefill(Misread(mla), problems, device="cpu").ok
 
 
 # ---- Plans and machine code ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""gather and append of quantised caches on a Hopper GPU: every shape, the reference's bytes, graphs, and bandwidth.
+"""Quantised caches on a Hopper GPU, but for decode: every shape, the reference's bytes, prompts, graphs, bandwidth.
 
 Run with `pytest -m gpu`; `-s` shows the bandwidths.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ from mlaforge.bench.cases import MemoryCase, MemoryKernel
 from mlaforge.bench.memory import copy_call, memory_call
 from mlaforge.formats import FORMATS
 from mlaforge.memory_verify import random_problems
+from mlaforge.prefill_verify import PrefillProblem, kernel_of, random_chunked_problem
+from mlaforge.prefill_verify import verify_problems as verify_prefill
 from test_memory import spec_text
 from test_memory_gpu import REDUCED, accept, captured, seconds
 from test_quantised import SCALES, hard_tokens, scale_of, widths
@@ -71,6 +74,16 @@ def test_the_bytes_are_those_of_the_reference(name: str, value: float) -> None:
             assert torch.equal(rows[~nan].view(torch.int32), wanted[~nan].view(torch.int32))
             got[:, section], want[:, section] = 0, 0
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_chunked_prefill(name: str) -> None:
+    mla, rng = variant(name), random.Random(name)
+    tokens, count = (300, 3) if REDUCED else (4_000, 12)
+    problems = [random_chunked_problem(rng, kernel_of(mla.manifest), tokens) for _ in range(count)]
+    problems.append(PrefillProblem(q=(40, 3), k=(tokens, tokens // 2), heads=2, q_gain=32, workspace=tokens // 3))
+    failure = verify_prefill(mla, problems).failure
+    assert failure is None, f"{failure.problem}: {failure.errors.failures}"
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -277,6 +277,8 @@ def test_unknown_mode_and_device() -> None:
         SimulatorOptions(mode="fast")
     with pytest.raises(ValueError, match="'cuda' or 'sim'"):
         mlaforge.load("deepseek_v3", device="tpu")
+    with pytest.raises(ValueError, match="deepseek: neither a file nor a shipped spec; shipped are deepseek_v2, "):
+        mlaforge.load("deepseek", device="sim")
 
 
 def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ References in torch take the kernels' place, and a device that gives prescribed 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -45,7 +46,8 @@ from mlaforge.bench.threshold import (
 from mlaforge.bench.threshold_plot import to_svg
 from mlaforge.bench.timing import Launch, Timed
 from mlaforge.compiler import CompileError
-from mlaforge.manifest import read_manifest
+from mlaforge.formats import FORMATS
+from mlaforge.manifest import CacheFormat, read_manifest
 from mlaforge.toolchain import ToolchainError
 from mlaforge_generator import cli
 from mlaforge_generator.resources import find_spec, spec_dir
@@ -296,6 +298,17 @@ def test_a_run_from_points_to_tables() -> None:
         "context 0, absorbed faster up to 6 tokens, then decompressed: 1: 1.0 / 6.0, 4: 4.0 / 6.0, 9: 9.0 / 6.0"
     )
     assert len(told) == 5
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_quantised_cache_goes_both_ways(dtype: str) -> None:
+    """Both read the same rows: what a format loses is no difference between them."""
+    form = FORMATS[dtype]
+    cache = CacheFormat(dtype, 64, form.row_bytes(128, 16), quantised=True, tensor_scale=form.layout.tensor_scale)
+    manifest = manifest_for(dataclasses.replace(CONFIG, kv_lora_rank=128), cache=cache)
+    result = tuning(ExactKernels(manifest))[0].run()
+    assert result["failed"] == [] and result["found"] == 5 and result["spec"]["dtype"] == dtype
+    assert all(0 <= point["difference"] < 0.01 for point in result["points"])
 
 
 def test_the_picture() -> None:

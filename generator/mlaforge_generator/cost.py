@@ -1,4 +1,4 @@
-"""What a decode call costs at least, and what the caches of other kinds of attention would take.
+"""What calls of decode and prefill cost at least, and what the caches of other kinds of attention would take.
 
 Counted are the bytes that must cross the memory bus once and the products that must be computed. A floor is the longer
 of the two times at the target's measured rates, launch and merge latency left out: no kernel is faster, a good one is
@@ -10,12 +10,14 @@ one, and with it the rate that a chip keeps up for seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from .kernel_plan import ELEMENT_BYTES
 from .plan import Plan, SchedulePolicy
+from .prefill_plan import ROWS, PrefillPlan, PrefillTile
 from .spec import Spec
 from .target import Target
 
@@ -110,6 +112,86 @@ def _timed_rows(tile_rows: int) -> float:
     and the same for both layouts of A.
     """
     return max(tile_rows, 32 + tile_rows / 2)
+
+
+@dataclass(frozen=True)
+class PrefillCost:
+    """One causal prefill call over sequences of equal length, whose keys are all new."""
+
+    batch: int
+    tokens: int
+    """Of each sequence."""
+    heads: int
+    flops: int
+    """Multiplications and additions of Q K^T and P V for the pairs of a query and a key that the mask leaves."""
+    padded_flops: int
+    """The same with rows and keys filled up to what a product has: what the tensor cores do."""
+    io_bytes: int
+    """q, k, v, out and lse, once; tiles behind the first find K and V in L2."""
+    memory_us: float
+    compute_us: float
+
+    @property
+    def intensity(self) -> float:
+        """Useful FLOP per byte."""
+        return self.flops / self.io_bytes
+
+    @property
+    def floor_us(self) -> float:
+        """The least time, microseconds."""
+        return max(self.memory_us, self.compute_us)
+
+    @property
+    def bound(self) -> Literal["memory", "compute"]:
+        """What decides the floor."""
+        return "memory" if self.memory_us >= self.compute_us else "compute"
+
+
+def prefill_cost(prefill: PrefillPlan, target: Target, *, batch: int, tokens: int, heads: int) -> PrefillCost:
+    """Count a prefill call's work on a target; `heads` are those of one rank."""
+    columns = prefill.d_qk + prefill.d_v
+    padded = _padded_pairs(prefill.tile, tokens)
+    flops, padded_flops = (2 * batch * heads * pairs * columns for pairs in (tokens * (tokens + 1) // 2, padded))
+    io_bytes = batch * heads * tokens * (2 * columns * ELEMENT_BYTES + 4)
+    return PrefillCost(
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        flops=flops,
+        padded_flops=padded_flops,
+        io_bytes=io_bytes,
+        memory_us=io_bytes / target.read_bandwidth * 1e6,
+        compute_us=padded_flops / target.matrix_rate * 1e6,
+    )
+
+
+def _padded_pairs(tile: PrefillTile, tokens: int) -> int:
+    """Give the pairs of a row and a token whose products are computed for one head of a sequence.
+
+    A warpgroup multiplies 64 rows with all that the last of them sees, in blocks, of which a last one that is not the
+    only one may be narrow.
+    """
+
+    def of_rows(first: int, end: int) -> int:
+        seen = (min(at + ROWS, end) for at in range(first, end, ROWS))
+        return sum(ROWS * _padded_tokens(tile, each) for each in seen)
+
+    # From the second period on rows see what those a period before do, and a period more.
+    period = math.lcm(ROWS, tile.tokens)
+    pairs = of_rows(0, min(period, tokens))
+    if more := max(tokens // period - 1, 0):
+        pairs += more * of_rows(period, 2 * period) + more * (more - 1) // 2 * period**2
+    if tokens > period:
+        pairs += of_rows(tokens // period * period, tokens)
+    return pairs
+
+
+def _padded_tokens(tile: PrefillTile, seen: int) -> int:
+    """Give the tokens of the products of rows that see so many."""
+    whole, rest = divmod(seen, tile.tokens)
+    if not rest:
+        return seen
+    return whole * tile.tokens + (tile.narrow if whole and rest <= tile.narrow else tile.tokens)
 
 
 @dataclass(frozen=True)

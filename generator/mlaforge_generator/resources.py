@@ -29,3 +29,15 @@ def find_spec(name: str) -> Path:
     # os.path: a name that is too long is that of no file, and no error.
     is_name = "/" not in name and not name.endswith((".yaml", ".yml"))
     return shipped if is_name and os.path.isfile(shipped) else Path(name)
+
+
+def shipped() -> list[str]:
+    """Give the names of the shipped specs, sorted."""
+    return sorted(path.stem for path in spec_dir().glob("*.yaml"))
+
+
+def why_unknown(name: str, path: Path) -> str | None:
+    """Say that a name, of which `find_spec` made a path, is neither a file's nor a shipped spec's; None if it is."""
+    if os.path.exists(path) or path.name != name or path.suffix:
+        return None
+    return f"{name}: neither a file nor a shipped spec; shipped are {', '.join(shipped())}"

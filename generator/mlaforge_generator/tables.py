@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .block import SmemMap
-from .cost import CacheSize, DecodeCost, binary_bytes, decimal_bytes
+from .cost import CacheSize, DecodeCost, PrefillCost, binary_bytes, decimal_bytes
 from .memory_plan import MemoryPlan
 from .plan import DecodePlan, Plan
 from .prefill_plan import PrefillPlan
@@ -64,13 +64,19 @@ _COST_COLUMNS = (
 
 
 def plan_tables(
-    plan: Plan, costs: Sequence[DecodeCost], sizes: Sequence[CacheSize], workload: str, fits: int
+    plan: Plan,
+    costs: Sequence[DecodeCost],
+    prefill_costs: Sequence[PrefillCost],
+    sizes: Sequence[CacheSize],
+    workload: str,
+    fits: int,
 ) -> Iterator[RenderableType]:
     """Give a plan section by section.
 
     Args:
         plan: the plan.
         costs: of decode calls.
+        prefill_costs: of prefill calls; none without such a kernel.
         sizes: of caches.
         workload: in words what `sizes` were worked out for.
         fits: cached tokens that the target's memory holds.
@@ -116,6 +122,8 @@ def plan_tables(
         if isinstance(kernel, PrefillPlan):
             yield from _prefill_tables(kernel, target)
     yield _decode_table(costs, target)
+    if prefill_costs:
+        yield _prefill_table(prefill_costs, target)
     yield table(
         f"Key-value cache, {workload}, 16-bit elements" + ("" if spec.layout is None else " or the format named"),
         ("attention", "elements of a token and layer", "bytes>", "total, B>", "decimal>", "binary>"),
@@ -142,9 +150,35 @@ def _split_scheme(decode: DecodePlan) -> Iterator[RenderableType]:
     )
 
 
+def _rates(target: Target) -> str:
+    return f"{target.read_bandwidth / 1e12:.2f} TB/s and {target.matrix_rate / 1e12:.0f} TFLOP/s"
+
+
+def _prefill_table(costs: Sequence[PrefillCost], target: Target) -> Table:
+    return table(
+        f"Prefill calls on {_rates(target)}, causal, all keys new",
+        ("batch>", "tokens>", "heads>", "traffic>", "GFLOP>", "padded>", "FLOP/B>", "floor, us>", "bound by"),
+        (
+            (
+                f"{cost.batch:,}",
+                f"{cost.tokens:,}",
+                cost.heads,
+                decimal_bytes(cost.io_bytes),
+                f"{cost.flops / 1e9:.4g}",
+                f"{cost.padded_flops / 1e9:.4g}",
+                f"{cost.intensity:.1f}",
+                f"{cost.floor_us:.1f}",
+                cost.bound,
+            )
+            for cost in costs
+        ),
+        caption="traffic: q, k, v, out and lse, once; padded: rows filled up to 64, tokens up to blocks",
+    )
+
+
 def _decode_table(costs: Sequence[DecodeCost], target: Target) -> Table:
     return table(
-        f"Decode calls on {target.read_bandwidth / 1e12:.2f} TB/s and {target.matrix_rate / 1e12:.0f} TFLOP/s",
+        f"Decode calls on {_rates(target)}",
         _COST_COLUMNS,
         (
             (

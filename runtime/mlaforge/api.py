@@ -449,7 +449,7 @@ def load(spec: str | os.PathLike[str], *, device: str = "cuda", simulator: Simul
         simulator: how that machine runs.
 
     Raises:
-        ValueError: an unknown device.
+        ValueError: an unknown device, or a name that is neither a file's nor a shipped spec's.
         SpecError: the YAML has faults (mlaforge_generator.errors).
         ManifestError: the folder is none of ours.
         CompileError: a kernel does not compile.
@@ -469,12 +469,16 @@ def generate_yaml(spec: str) -> Path:
     """Render a YAML file, or a shipped spec by its name, into the cache directory; give the folder.
 
     Raises:
+        ValueError: a name that is neither a file's nor a shipped spec's.
         SpecError: the YAML has faults.
     """
-    from mlaforge_generator.resources import find_spec
+    from mlaforge_generator.resources import find_spec, why_unknown
     from mlaforge_generator.spec import load_spec
 
-    return _generate(load_spec(find_spec(spec)))
+    path = find_spec(spec)
+    if reason := why_unknown(spec, path):
+        raise ValueError(reason)
+    return _generate(load_spec(path))
 
 
 def generate_tree(tree: dict[str, Any]) -> Path:

@@ -28,14 +28,22 @@ def shape_of(tensor: torch.Tensor) -> str:
     return "(" + ", ".join(map(str, tensor.shape)) + ")"
 
 
+def require_tensor(name: str, tensor: object) -> None:
+    """Refuse None, which torch hands on where an operator's schema says Tensor, and what is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is {'None' if tensor is None else f'a {type(tensor).__name__}'}; it must be a tensor")
+
+
 def require_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
     """Refuse another dtype than these."""
+    require_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
 
 
 def require_shape(name: str, tensor: torch.Tensor, want: Sequence[int | str]) -> None:
     """Refuse another shape; a word in `want`, such as n, stands for any size."""
+    require_tensor(name, tensor)
     fits = tensor.dim() == len(want) and all(
         isinstance(wanted, str) or size == wanted for size, wanted in zip(tensor.shape, want, strict=True)
     )
@@ -46,6 +54,7 @@ def require_shape(name: str, tensor: torch.Tensor, want: Sequence[int | str]) ->
 
 def require_count(name: str, tensor: torch.Tensor, other: str, count: int, more: int = 0) -> None:
     """Refuse a vector that is not as long as another tensor, or `more` entries longer."""
+    require_tensor(name, tensor)
     if tensor.dim() != 1 or tensor.shape[0] != count + more:
         behind = f" and {more} more" if more else ""
         raise ValueError(
@@ -59,14 +68,22 @@ def require_contiguous(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
 
 
-def require_devices(tensors: Iterable[tuple[str, torch.Tensor]], device_type: str) -> torch.device:
-    """Refuse tensors that are not all on one device of a type; give the device."""
-    (first, leader), *others = tensors
-    if leader.device.type != device_type:
-        raise ValueError(f"{first} is on {leader.device}; these kernels run on {device_type}")
-    for name, tensor in others:
+def require_one_device(**tensors: torch.Tensor | None) -> None:
+    """Refuse tensors on different devices, whatever they are: also those of a trace, and those without storage."""
+    given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    first, leader = given[0]
+    for name, tensor in given[1:]:
         if tensor.device != leader.device:
             raise ValueError(f"{name} is on {tensor.device}, {first} is on {leader.device}; all must be on one device")
+
+
+def require_devices(tensors: Iterable[tuple[str, torch.Tensor]], device_type: str) -> torch.device:
+    """Refuse tensors that are not all on one device of a type; give the device."""
+    named = dict(tensors)
+    first, leader = next(iter(named.items()))
+    if leader.device.type != device_type:
+        raise ValueError(f"{first} is on {leader.device}; these kernels run on {device_type}")
+    require_one_device(**named)
     return leader.device
 
 
@@ -145,6 +162,7 @@ def require_cache(name: str, tensor: torch.Tensor, cache: CacheFormat, d_qk: int
         d_qk: elements of a token.
         heads: how many there may be, as a number or as a word for any.
     """
+    require_tensor(name, tensor)
     columns, page = cache_columns(cache, d_qk), cache.page_size
     shape = tuple(tensor.shape)
     fits = len(shape) in (3, 4) and shape[1] == page and shape[-1] == columns

@@ -5,7 +5,8 @@ Made once a step from the lengths that the host knows, so that a layer launches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -81,8 +82,8 @@ class AttentionBatch:
     def make(
         cls,
         mla: MLA,
-        query_lens: Sequence[int],
-        context_lens: Sequence[int],
+        query_lens: Iterable[int] | torch.Tensor,
+        context_lens: Iterable[int] | torch.Tensor,
         block_table: torch.Tensor,
         *,
         slot_mapping: torch.Tensor | None = None,
@@ -105,8 +106,9 @@ class AttentionBatch:
 
         Args:
             mla: the kernels.
-            query_lens: new tokens of each request, 1 or more; the tokens of a call lie in the requests' order.
-            context_lens: tokens of each request that are cached already.
+            query_lens: new tokens of each request, 1 or more; the tokens of a call lie in the requests' order. Integers
+                that the host has: of a list, say, or a tensor on the CPU.
+            context_lens: tokens of each request that are cached already, likewise.
             block_table: (b, max_blocks) int32: the block of each page. Entries behind a request's last page are not
                 read.
             slot_mapping: (total_tokens,) int64, padding included: where the new tokens go, if not to the places that
@@ -122,7 +124,7 @@ class AttentionBatch:
         Raises:
             ValueError: an argument does not fit; it says which, what it is and what it must be.
         """
-        lens, contexts = list(query_lens), list(context_lens)
+        lens, contexts = _integers("query_lens", query_lens), _integers("context_lens", context_lens)
         given = len(lens)
         if prefill_absorption_threshold is None:
             prefill_absorption_threshold = mla.manifest.prefill_absorption_threshold
@@ -309,6 +311,23 @@ def _plan_prefill(
         )
 
     return finish
+
+
+def _integers(name: str, numbers: Iterable[int] | torch.Tensor) -> list[int]:
+    """Give Python's integers of anybody's, without waiting for a device."""
+    if isinstance(numbers, torch.Tensor):
+        if numbers.device.type != "cpu":
+            raise ValueError(f"{name} is on {numbers.device}; it must be on the CPU: the host plans the step")
+        if numbers.dim() != 1:
+            raise ValueError(f"{name} has shape {shape_of(numbers)}; it must be (b,)")
+        numbers = numbers.tolist()
+    integers = []
+    for i, number in enumerate(numbers):
+        try:
+            integers.append(operator.index(number))
+        except TypeError:
+            raise ValueError(f"{name}[{i}] is {number!r}; it must be an integer") from None
+    return integers
 
 
 def _check(lens: list[int], contexts: list[int], block_table: torch.Tensor, page_size: int, threshold: int) -> None:

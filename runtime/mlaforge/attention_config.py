@@ -15,6 +15,14 @@ NORM_EPS = 1e-6
 _ROPE_TYPES = {"deepseek_yarn": "yarn", "su": "longrope"}
 """Older words."""
 _CONTEXTS = ("max_position_embeddings", "model_max_length")
+_RENAMED = {
+    "attention_kv_lora_dim": "kv_lora_rank",
+    "attention_q_lora_dim": "q_lora_rank",
+    "attention_qk_dim": "qk_nope_head_dim",
+    "attention_qk_rope_dim": "qk_rope_head_dim",
+    "attention_v_dim": "v_head_dim",
+}
+"""openPangu's words."""
 _NEIGHBOURS = frozenset(
     {
         "bailing_hybrid",
@@ -214,10 +222,10 @@ def _fields(config: Mapping[str, Any] | object) -> Mapping[str, Any]:
         raise ValueError(
             f"config is a {type(config).__name__}; it must be a mapping as in config.json, or have to_dict()"
         )
-    if "kv_lora_rank" not in config and isinstance(config.get("text_config"), Mapping):
-        text: Mapping[str, Any] = config["text_config"]
-        return text
-    return config
+    text = config.get("text_config")
+    if not {"kv_lora_rank", "attention_kv_lora_dim"} & config.keys() and isinstance(text, Mapping):
+        config = text
+    return {_RENAMED.get(name, name): value for name, value in config.items()}
 
 
 def _size(config: Mapping[str, Any], name: str, least: int = 1) -> int:

@@ -27,6 +27,7 @@ from mlaforge.arguments import (
     require_count,
     require_devices,
     require_dtype,
+    require_one_device,
     require_positive,
     require_shape,
     shape_of,
@@ -311,6 +312,11 @@ torch.library.define(
 )
 
 
+def _require_one_device(*tensors: torch.Tensor | None) -> None:
+    """Refuse tensors on different devices; in the order of `ChunkedTensors`."""
+    require_one_device(**dict(zip(ChunkedTensors._fields, tensors, strict=True)))
+
+
 def _chunked_prefill_fake(
     q: torch.Tensor,
     latent: torch.Tensor,
@@ -329,7 +335,9 @@ def _chunked_prefill_fake(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = (q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens)
-    return loaded.get(kernel).empty_results(*arguments, tensor_scale=tensor_scale)
+    results = loaded.get(kernel).empty_results(*arguments, tensor_scale=tensor_scale)
+    _require_one_device(*arguments, *results, seq_starts, cu_seqlens, tensor_scale)
+    return results
 
 
 @torch.library.impl("mlaforge::chunked_prefill", "default")
@@ -407,6 +415,7 @@ def _chunked_prefill_out_fake(
 ) -> None:
     arguments = (q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens)
     loaded.get(kernel).check_shapes(*arguments, tensor_scale=tensor_scale)
+    _require_one_device(*arguments, out, lse, seq_starts, cu_seqlens, tensor_scale)
 
 
 torch.library.register_fake("mlaforge::chunked_prefill", _chunked_prefill_fake)

@@ -12,8 +12,11 @@ from mlaforge.arguments import (
     byte_strides,
     require_aligned,
     require_cache,
+    require_distinct_rows,
     require_dtype,
+    require_one_device,
     require_positive,
+    require_tensor,
     require_tensor_scale,
     shape_of,
 )
@@ -136,6 +139,8 @@ class DecodeRunner:
             )
         if not (cache_seqlens.is_contiguous()):
             raise ValueError(f"cache_seqlens has stride {cache_seqlens.stride(0)}; it must be contiguous")
+        for name, result in (("out", out), ("lse", lse)):
+            require_tensor(name, result)
         want_out = (shape.b, shape.s_q, shape.h_q, m.d_v)
         if not (tuple(out.shape) == want_out and out.dtype == dtype):
             raise ValueError(f"out has shape {shape_of(out)} and dtype {out.dtype}; it must be {want_out} and {dtype}")
@@ -148,6 +153,7 @@ class DecodeRunner:
         if out.numel() > 0:
             for name in _ADDRESSED:
                 byte_strides(name, getattr(tensors, name))
+        require_distinct_rows("out", out)
         if "kv_cache" not in m.decode.boxes:
             stride, _ = _walked_strides(kv_cache)
             if not (stride < 1 << 31):
@@ -180,6 +186,7 @@ class DecodeRunner:
         """Check shapes and dtypes alone, which also holds for tensors without storage."""
         m = self.manifest
         dtype = DTYPES[m.element]
+        require_tensor("q", q)
         if not (q.dim() == 4 and q.shape[3] == m.d_qk and q.shape[1] >= 1 and q.shape[2] >= 1):
             raise ValueError(f"q has shape {shape_of(q)}; it must be (b, s_q, h_q, {m.d_qk})")
         require_cache("kv_cache", kv_cache, m.cache, m.d_qk, "h_kv")
@@ -372,7 +379,11 @@ def _decode_fake(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_results(loaded.get(kernel), q, kv_cache, block_table, cache_seqlens, tensor_scale)
+    results = _empty_results(loaded.get(kernel), q, kv_cache, block_table, cache_seqlens, tensor_scale)
+    require_one_device(
+        q=q, kv_cache=kv_cache, block_table=block_table, cache_seqlens=cache_seqlens, tensor_scale=tensor_scale
+    )
+    return results
 
 
 @torch.library.impl("mlaforge::decode_out", "default")
@@ -405,6 +416,8 @@ def _decode_out_fake(
     softmax_scale: float,
 ) -> None:
     loaded.get(kernel).check_shapes(q, kv_cache, block_table, cache_seqlens, tensor_scale)
+    tensors = DecodeTensors(q, kv_cache, block_table, cache_seqlens, out, lse, tensor_scale)
+    require_one_device(**tensors._asdict())
 
 
 torch.library.register_fake("mlaforge::decode", _decode_fake)

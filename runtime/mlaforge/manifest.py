@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -165,12 +166,13 @@ class Manifest:
         return {**{kernel.source: kernel.smem_bytes for kernel in self.decodes}, **others}
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """Read `manifest.json` of a generated folder.
 
     Raises:
         ManifestError: the file is missing, damaged, of another format, or names a file outside of the folder.
     """
+    folder = Path(folder)
     path = folder / "manifest.json"
     try:
         data = json.loads(_read(path), parse_constant=_no_number)

@@ -19,8 +19,10 @@ from mlaforge.arguments import (
     require_devices,
     require_distinct_rows,
     require_dtype,
+    require_one_device,
     require_positive,
     require_shape,
+    require_tensor,
     require_tensor_scale,
     shape_of,
 )
@@ -305,6 +307,7 @@ class MemoryKernels:
 
     def check_merge(self, out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor) -> None:
         """Check shapes and dtypes alone, which also holds for tensors without storage."""
+        require_tensor("out1", out1)
         if out1.dim() not in (3, 4):
             raise ValueError(f"out1 has shape {shape_of(out1)}; it must be (tokens, heads, d) or (b, s, heads, d)")
         width = out1.shape[-1]
@@ -356,6 +359,7 @@ class MemoryKernels:
         return _Call(device, blocks, (*strides, rows, rows_per_warp, *numbers))
 
     def _check_like(self, name: str, out: torch.Tensor, out1: torch.Tensor) -> None:
+        require_tensor(name, out)
         if out.shape != out1.shape or out.dtype != self.dtype:
             raise ValueError(
                 f"{name} has shape {shape_of(out)} and dtype {out.dtype}; it must be {shape_of(out1)} and "
@@ -363,6 +367,7 @@ class MemoryKernels:
             )
 
     def _check_lse(self, name: str, lse: torch.Tensor, out1: torch.Tensor) -> None:
+        require_tensor(name, lse)
         *batch, tokens, heads, _ = out1.shape
         want = (*batch, heads, tokens)
         if tuple(lse.shape) != want or lse.dtype != torch.float32:
@@ -407,7 +412,11 @@ torch.library.define("mlaforge::merge", f"({_PARTIALS}, str kernel) -> (Tensor, 
 torch.library.define("mlaforge::merge_out", f"({_PARTIALS}, Tensor(a!) out, Tensor(b!) lse, str kernel) -> ()")
 
 
-def _gather_fake(
+def _require_one_device(tensors: _Tensors) -> None:
+    require_one_device(**dict(_given(tensors)))
+
+
+def _empty_rows(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -431,8 +440,24 @@ def _gather(
     total_tokens: int,
     kernel: str,
 ) -> torch.Tensor:
-    out = _gather_fake(kv_cache, block_table, cu_seqlens, seq_starts, tensor_scale, total_tokens, kernel)
+    if total_tokens < 0:
+        raise ValueError(f"total_tokens is {total_tokens}; it must be 0 or more")
+    out = _empty_rows(kv_cache, block_table, cu_seqlens, seq_starts, tensor_scale, total_tokens, kernel)
     loaded.get(kernel).gather(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out, tensor_scale))
+    return out
+
+
+def _gather_fake(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
+    total_tokens: int,
+    kernel: str,
+) -> torch.Tensor:
+    out = _empty_rows(kv_cache, block_table, cu_seqlens, seq_starts, tensor_scale, total_tokens, kernel)
+    _require_one_device(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out, tensor_scale))
     return out
 
 
@@ -459,6 +484,7 @@ def _gather_out_fake(
     kernel: str,
 ) -> None:
     loaded.get(kernel).check_gather(kv_cache, block_table, cu_seqlens, seq_starts, tensor_scale)
+    _require_one_device(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out, tensor_scale))
 
 
 @torch.library.impl("mlaforge::append", "default")
@@ -492,12 +518,12 @@ def _append_fake(
     interleaved: bool,
     kernel: str,
 ) -> None:
-    loaded.get(kernel).check_append(
-        c_kv, k_rope, kv_cache, slot_mapping, norm_weight, positions, cos_sin_cache, tensor_scale
-    )
+    tensors = AppendTensors(c_kv, k_rope, kv_cache, slot_mapping, norm_weight, positions, cos_sin_cache, tensor_scale)
+    loaded.get(kernel).check_append(*tensors)
+    _require_one_device(tensors)
 
 
-def _merge_fake(
+def _empty_merged(
     out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor, kernel: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     loaded.get(kernel).check_merge(out1, lse1, out2, lse2)
@@ -508,8 +534,16 @@ def _merge_fake(
 def _merge(
     out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor, kernel: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _merge_fake(out1, lse1, out2, lse2, kernel)
+    out, lse = _empty_merged(out1, lse1, out2, lse2, kernel)
     loaded.get(kernel).merge(MergeTensors(out1, lse1, out2, lse2, out, lse))
+    return out, lse
+
+
+def _merge_fake(
+    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor, kernel: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _empty_merged(out1, lse1, out2, lse2, kernel)
+    _require_one_device(MergeTensors(out1, lse1, out2, lse2, out, lse))
     return out, lse
 
 
@@ -536,6 +570,7 @@ def _merge_out_fake(
     kernel: str,
 ) -> None:
     loaded.get(kernel).check_merge(out1, lse1, out2, lse2)
+    _require_one_device(MergeTensors(out1, lse1, out2, lse2, out, lse))
 
 
 torch.library.register_fake("mlaforge::gather", _gather_fake)

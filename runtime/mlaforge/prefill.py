@@ -15,6 +15,7 @@ from mlaforge.arguments import (
     require_devices,
     require_distinct_rows,
     require_dtype,
+    require_one_device,
     require_positive,
     require_shape,
     shape_of,
@@ -263,7 +264,9 @@ def _prefill_fake(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_results(loaded.get(kernel), q, k, v, cu_seqlens_q, cu_seqlens_k)
+    results = _empty_results(loaded.get(kernel), q, k, v, cu_seqlens_q, cu_seqlens_k)
+    require_one_device(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return results
 
 
 @torch.library.impl("mlaforge::prefill_out", "default")
@@ -295,6 +298,7 @@ def _prefill_out_fake(
     softmax_scale: float,
 ) -> None:
     loaded.get(kernel).check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    require_one_device(**PrefillTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse)._asdict())
 
 
 torch.library.register_fake("mlaforge::prefill", _prefill_fake)

@@ -17,8 +17,9 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from mlaforge.arguments import DTYPES
+from mlaforge.arguments import DTYPES, cache_columns
 from mlaforge.chunked import ContextLimits
+from mlaforge.formats import FORMATS
 from mlaforge.manifest import Kernel, Manifest
 from mlaforge.reference import chunked_prefill_reference, prefill_reference
 from mlaforge.verify import (
@@ -70,6 +71,7 @@ class Prefiller(Protocol):
         max_context: int,
         workspace_tokens: int,
         total_context: int | None = None,
+        tensor_scale: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
@@ -222,6 +224,18 @@ class ChunkedInputs:
     lse: torch.Tensor
     guards: tuple[torch.Tensor, ...] = field(repr=False)
     """The memory before and behind `out` and `lse`, all NaN."""
+    tensor_scale: torch.Tensor | None = None
+    """Of a quantised cache that has one."""
+
+    def read(self, manifest: Manifest) -> tuple[torch.Tensor, ...]:
+        """Give the arguments with a cache of elements: of a quantised one what gather reads, which rounds to bf16."""
+        if not manifest.cache.quantised:
+            return self.arguments
+        q, latent, kv_b, cache, *others = self.arguments
+        scale = None if self.tensor_scale is None else float(self.tensor_scale)
+        form, rank = FORMATS[manifest.cache.dtype], manifest.d_v
+        parts = form.dequantise(cache, rank, manifest.d_qk - rank, scale, latent.dtype)
+        return q, latent, kv_b, torch.cat(parts, -1), *others
 
 
 def kernel_of(manifest: Manifest) -> Kernel:
@@ -277,7 +291,7 @@ def make_chunked_inputs(problem: PrefillProblem, manifest: Manifest, device: str
     """Make the tensors of a chunked problem, whose keys and values are about as large as those of another.
 
     Cache slots without a token and rows of q and latent that no sequence has are NaN, table entries of no page are
-    impossible, and what the call must write is NaN.
+    impossible, and what the call must write is NaN. Of a tensor scale nothing saturates.
     """
     generator = torch.Generator(device).manual_seed(problem.seed)
     constants, dtype = kernel_of(manifest).constants, DTYPES[manifest.element]
@@ -301,13 +315,26 @@ def make_chunked_inputs(problem: PrefillProblem, manifest: Manifest, device: str
     pages = [-(-context // page) for context in contexts]
     order = torch.randperm(sum(pages) + 1, generator=generator, device=device).int()
     table = torch.full((len(pages), max(1, *pages)), IMPOSSIBLE_PAGE, dtype=torch.int32, device=device)
-    cache = torch.full((sum(pages) + 1, page, rank + rope), math.nan, dtype=dtype, device=device)
+    form = FORMATS[manifest.cache.dtype] if manifest.cache.quantised else None
+    # All bits set are NaN in every format.
+    cache = torch.full(
+        (sum(pages) + 1, page, cache_columns(manifest.cache, rank + rope)),
+        0xFF if form else math.nan,
+        dtype=torch.uint8 if form else dtype,
+        device=device,
+    )
+    scale = tensor_scale = None
+    if form and manifest.cache.tensor_scale:
+        scale = form.tensor_scale(1.0)
+        tensor_scale = torch.tensor([scale], dtype=torch.float32, device=device)
     first = 0
     for i, (context, count) in enumerate(zip(contexts, pages, strict=True)):
         table[i, :count] = order[first : first + count]
         first += count
         tokens = torch.arange(context, device=device)
-        cache[table[i, tokens // page].long(), tokens % page] = normal(context, rank + rope).div_(10).to(dtype)
+        values = normal(context, rank + rope).div_(10)
+        written = form.quantise(values[:, :rank], values[:, rank:], scale) if form else values.to(dtype)
+        cache[table[i, tokens // page].long(), tokens % page] = written
     borders, context_lens = (
         torch.tensor(numbers, dtype=torch.int32, device=device)
         for numbers in (list(itertools.accumulate(problem.q, initial=margin)), contexts)
@@ -315,7 +342,7 @@ def make_chunked_inputs(problem: PrefillProblem, manifest: Manifest, device: str
     out, out_guards = poisoned((q.shape[0], heads, constants["d_v"]), dtype, device)
     lse, lse_guards = poisoned((heads, q.shape[0]), torch.float32, device)
     arguments = (q, latent, kv_b, cache, table, borders, context_lens)
-    return ChunkedInputs(arguments, contexts, out, lse, (*out_guards, *lse_guards))
+    return ChunkedInputs(arguments, contexts, out, lse, (*out_guards, *lse_guards), tensor_scale)
 
 
 def random_problem(rng: random.Random, kernel: Kernel, max_tokens: int) -> PrefillProblem:
@@ -431,6 +458,7 @@ def _run_chunked(mla: Prefiller, problem: PrefillProblem, device: str | torch.de
             max_context=limits.max_context,
             workspace_tokens=limits.workspace_tokens,
             total_context=limits.total_context,
+            tensor_scale=inputs.tensor_scale,
             softmax_scale=problem.softmax_scale or None,
             out=inputs.out,
             lse=inputs.lse,
@@ -439,7 +467,7 @@ def _run_chunked(mla: Prefiller, problem: PrefillProblem, device: str | torch.de
     except Exception as error:
         return _failed(f"{type(error).__name__}: {error}")
     scale = problem.softmax_scale or mla.manifest.softmax_scale
-    want_out, want_lse = chunked_prefill_reference(*inputs.arguments, softmax_scale=scale)
+    want_out, want_lse = chunked_prefill_reference(*inputs.read(mla.manifest), softmax_scale=scale)
     rows = slice(problem.margin, inputs.out.shape[0] - problem.margin)
     # What is merged was rounded before, by up to half an epsilon, as often as there are levels of merges: the cosine
     # shows that as it shows weights that are off by as much.

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..cost import DecodeCost, DecodeEnergy, cache_sizes, context_that_fits, decode_cost, decode_energy
+from ..cost import (
+    DecodeCost,
+    DecodeEnergy,
+    PrefillCost,
+    cache_sizes,
+    context_that_fits,
+    decode_cost,
+    decode_energy,
+    prefill_cost,
+)
 from ..emit import diff_folder
 from ..plan import Plan
+from ..prefill_plan import PrefillPlan
 from ..render import render
-from ..resources import spec_dir
+from ..resources import shipped, spec_dir
 from ..schema import schema_text
 from .group import COUNT, Failure, cli
-from .inputs import complete_spec, make_plans, shipped, write_generated
+from .inputs import complete_spec, make_plans, write_generated
 from .output import print_json, print_parts, reading, writing
 
 if TYPE_CHECKING:
@@ -25,13 +35,15 @@ if TYPE_CHECKING:
 
 # Shapes whose floors a plan shows: batch, context, s_q.
 _SHAPES = ((1, 65_536, 1), (16, 8_192, 1), (128, 4_096, 1), (128, 8_192, 1), (128, 8_192, 2))
+# The same for prefill: sequences, tokens.
+_PREFILL_SHAPES = ((16, 512), (4, 4_096), (1, 8_192), (1, 131_072))
 
 
 @cli.command()
 @click.argument("spec", shell_complete=complete_spec)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.option("--batch", type=COUNT, help="Requests.  [default: several shapes; 16 for cache sizes]")
-@click.option("--context", type=COUNT, help="Cached tokens of a request.  [default: several; 65536]")
+@click.option("--context", type=COUNT, help="Tokens of a request: cached, or of a prompt.  [default: several; 65536]")
 @click.option("--s-q", type=COUNT, default=None, help="Query tokens of a request.  [default: several]")
 @click.option("--heads", type=COUNT, help="Query heads of a rank.  [default: the spec's]")
 @click.option("--layers", type=COUNT, help="Layers, for cache sizes.  [default: the spec's, else 1]")
@@ -46,8 +58,9 @@ def plan(
 ) -> None:
     """Print every number of a spec's kernels.
 
-    The shared-memory map, barriers, tensor maps, warps, registers and launch; traffic, work and the floor of decode
-    calls on the target, and the rate and energy when they go on for seconds; sizes of the key-value cache.
+    The shared-memory map, barriers, tensor maps, warps, registers and launch; traffic, work and the floor of calls of
+    decode and prefill on the target, and the rate and energy when decode goes on for seconds; sizes of the key-value
+    cache.
     """
     made = make_plans([spec])[0]
     if batch is context is s_q is None:
@@ -70,12 +83,15 @@ def plan(
         )
         for cost, tile in zip(costs, tiles, strict=True)
     ]
+    prompts = _PREFILL_SHAPES if batch is context is None else [(batch or 16, context or 65_536)]
+    prefill_costs = _prefill_costs(made, prompts, heads)
     layers = layers or made.spec.model.num_hidden_layers or 1
     batch, context = batch or 16, context or 65_536
     sizes = cache_sizes(made.spec, batch=batch, context=context, layers=layers)
     fits = context_that_fits(made.spec, made.target, layers)
     if as_json:
         derived = ("bytes", "intensity", "padded_intensity", "floor_us", "bound")
+        of_prefill = ("intensity", "floor_us", "bound")
         print_json(
             {
                 **made.to_json(),
@@ -86,6 +102,10 @@ def plan(
                         "sustained": _energy_json(energy),
                     }
                     for cost, energy in zip(costs, energies, strict=True)
+                ],
+                "prefill_costs": [
+                    {**dataclasses.asdict(cost), **{name: getattr(cost, name) for name in of_prefill}}
+                    for cost in prefill_costs
                 ],
                 "cache_sizes": {
                     "batch": batch,
@@ -101,8 +121,20 @@ def plan(
         return
     from ..tables import plan_tables
 
-    print_parts(plan_tables(made, costs, sizes, f"{batch} x {context:,} tokens, {layers} layers", fits))
+    workload = f"{batch} x {context:,} tokens, {layers} layers"
+    print_parts(plan_tables(made, costs, prefill_costs, sizes, workload, fits))
     print_parts([_energy_table(made, costs, energies)])
+
+
+def _prefill_costs(made: Plan, shapes: Iterable[tuple[int, int]], heads: int | None) -> list[PrefillCost]:
+    """Count prefill calls over sequences of tokens; none if the plan has no such kernel."""
+    heads = made.spec.heads_per_rank if heads is None else heads
+    return [
+        prefill_cost(kernel, made.target, batch=batch, tokens=tokens, heads=heads)
+        for kernel in made.kernels
+        if isinstance(kernel, PrefillPlan)
+        for batch, tokens in shapes
+    ]
 
 
 def _energy_json(energy: DecodeEnergy) -> dict[str, Any]:
@@ -132,6 +164,8 @@ def _energy_table(made: Plan, costs: Sequence[DecodeCost], energies: Sequence[De
         for cost, energy in zip(costs, energies, strict=True)
     ]
     model = made.target.energy
+    # What decode from codes does beside its products is no small part of its time.
+    left_out = "softmax is" if made.spec.layout is None else "softmax and the widening of codes are"
     columns = ("batch>", "context>", "s_q>", "heads>", "HBM>", "L2>", "MMA>", "static>", "nJ/token>", "W>", "us>")
     return table(
         f"Sustained on an {made.target.name}, predicted: energy of a cached token in nJ, and the rate that it allows",
@@ -139,7 +173,7 @@ def _energy_table(made: Plan, costs: Sequence[DecodeCost], energies: Sequence[De
         rows,
         caption=(
             f"{model.power_cap_watts:.0f} W cap, {model.static_watts:.0f} W static; constants measured by "
-            "`mlaforge bench --energy`. L2: row tiles behind the first; softmax is left out"
+            f"`mlaforge bench --energy`. L2: row tiles behind the first; {left_out} left out"
         ),
     )
 

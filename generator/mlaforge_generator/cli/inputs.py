@@ -16,7 +16,7 @@ from ..errors import Problem as SpecProblem
 from ..errors import SpecError
 from ..plan import Plan, make_plan
 from ..render import render
-from ..resources import find_spec, spec_dir
+from ..resources import find_spec, shipped, why_unknown
 from ..spec import load_spec
 from .group import UsageFailure
 from .output import writing
@@ -26,11 +26,6 @@ def complete_spec(context: click.Context, parameter: click.Parameter, incomplete
     """Complete the name of a shipped spec, or else of a file."""
     names = [CompletionItem(name) for name in shipped() if name.startswith(incomplete)]
     return names or [CompletionItem(incomplete, type="file")]
-
-
-def shipped() -> list[str]:
-    """Give the names of the shipped specs."""
-    return sorted(path.stem for path in spec_dir().glob("*.yaml"))
 
 
 def make_plans(specs: Iterable[str]) -> list[Plan]:
@@ -52,13 +47,6 @@ def make_plans(specs: Iterable[str]) -> list[Plan]:
     if problems or unknown:
         raise UsageFailure("\n".join([*unknown, *map(str, problems)]))
     return plans
-
-
-def why_unknown(name: str, path: Path) -> str | None:
-    """Say that a name is neither that of a file nor of a shipped spec, None if it is one."""
-    if os.path.exists(path) or path.name != name or path.suffix:
-        return None
-    return f"{name}: neither a file nor a shipped spec; shipped are {', '.join(shipped())}"
 
 
 @dataclass(frozen=True)

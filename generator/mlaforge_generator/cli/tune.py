@@ -20,13 +20,13 @@ from ..candidates import Sweep, Value, enumerate_candidates
 from ..emit import write_folder
 from ..errors import SpecError
 from ..plan import make_plan
-from ..resources import find_spec
+from ..resources import find_spec, why_unknown
 from ..spec import parse_spec
 from ..write_back import tuned_remarks, write_back
 from ..yaml_source import read_bytes
 from . import devices
 from .group import COUNT, DeviceFailure, Failure, ToolchainFailure, UsageFailure, cli
-from .inputs import complete_spec, why_unknown
+from .inputs import complete_spec
 from .output import print_json, replace_text, status, steps, writing
 from .tune_threshold import Grid, require_both_ways, tune_threshold
 from .tuned import Output, Source, abandon, as_text, choose_gpu, first_error, open_gpu

@@ -433,6 +433,8 @@ def _verify_table(kernel: str, report: Report[Problem] | Report[PrefillProblem],
         rows,
         caption=(
             f"accepted: out within {OUT_ABS_TOLERANCE:.0e} or relative {OUT_REL_TOLERANCE:.4f}, 1 - cos below "
-            f"{OUT_COSINE_TOLERANCE:.0e}; lse within {LSE_ABS_TOLERANCE:.0e} or relative {LSE_REL_TOLERANCE:.1e}"
+            f"{OUT_COSINE_TOLERANCE:.0e}; lse within {LSE_ABS_TOLERANCE:.0e} or relative {LSE_REL_TOLERANCE:.1e}. "
+            "Absolute ones and the cosine's are larger where scores or latents are"
+            + (", and where rounds are merged" if kernel == "prefill" else "")
         ),
     )
