@@ -249,8 +249,8 @@ def test_results_are_found_and_told_apart(tmp_path: Path) -> None:
     results = read_results(RESULTS, "deepseek_v3")
     assert {Path(name).name for name in results} >= {"burst.json", "few_heads.json", "small.json", "sustained.json"}
     assert all(result.spec.name == "deepseek_v3" for result in results.values())
-    with pytest.raises(ResultsError, match="no results of minicpm3; there are some of deepseek_v3"):
-        read_results(RESULTS, "minicpm3")
+    with pytest.raises(ResultsError, match="no results of kimi_k3; there are some of deepseek_v3"):
+        read_results(RESULTS, "kimi_k3")
     with pytest.raises(ResultsError, match="`mlaforge bench` writes them"):
         read_results(tmp_path, "deepseek_v3")
     with pytest.raises(ResultsError, match="no such folder"):
