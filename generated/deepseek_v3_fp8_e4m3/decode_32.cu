@@ -643,11 +643,12 @@ MLAFORGE_DEVICE void finish_sums(smem_t base, int buffer, int group, const RowTi
       const smem_t reference = reference_at(base + kOffsetTerms, r);
       const float lse = load_shared_f32(reference) + log2_approx(total);
       store_shared_f32(reference, 0.f);  // for the next item
-      if (!tile.holds(r)) {
-      } else if (slot < 0) {
-        store_global(o.lse_at(tile, request, r), total == 0.f ? infinity() : lse * kLn2);
-      } else {
-        store_global(o.partial_lse + tile.partial_row(slot, r), total == 0.f ? -infinity() : lse);
+      if (tile.holds(r)) {
+        if (slot < 0) {
+          store_global(o.lse_at(tile, request, r), total == 0.f ? infinity() : lse * kLn2);
+        } else {
+          store_global(o.partial_lse + tile.partial_row(slot, r), total == 0.f ? -infinity() : lse);
+        }
       }
     }
   }

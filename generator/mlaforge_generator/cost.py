@@ -25,8 +25,25 @@ GQA_HEADS = 8
 """Key and value heads of the grouped-query attention that MLA is compared with."""
 
 
+class _Floor:
+    """Of a call that has two times, the longer one."""
+
+    memory_us: float
+    compute_us: float
+
+    @property
+    def floor_us(self) -> float:
+        """The least time, microseconds."""
+        return max(self.memory_us, self.compute_us)
+
+    @property
+    def bound(self) -> Literal["memory", "compute"]:
+        """What decides the floor."""
+        return "memory" if self.memory_us >= self.compute_us else "compute"
+
+
 @dataclass(frozen=True)
-class DecodeCost:
+class DecodeCost(_Floor):
     """One decode call over a batch of requests of equal length."""
 
     batch: int
@@ -63,16 +80,6 @@ class DecodeCost:
     def padded_intensity(self) -> float:
         """FLOP per byte with padding."""
         return self.padded_flops / self.bytes
-
-    @property
-    def floor_us(self) -> float:
-        """The least time, microseconds."""
-        return max(self.memory_us, self.compute_us)
-
-    @property
-    def bound(self) -> Literal["memory", "compute"]:
-        """What decides the floor."""
-        return "memory" if self.memory_us >= self.compute_us else "compute"
 
 
 def decode_cost(plan: Plan, *, batch: int, context: int, s_q: int = 1, heads: int | None = None) -> DecodeCost:
@@ -115,7 +122,7 @@ def _timed_rows(tile_rows: int) -> float:
 
 
 @dataclass(frozen=True)
-class PrefillCost:
+class PrefillCost(_Floor):
     """One causal prefill call over sequences of equal length, whose keys are all new."""
 
     batch: int
@@ -135,16 +142,6 @@ class PrefillCost:
     def intensity(self) -> float:
         """Useful FLOP per byte."""
         return self.flops / self.io_bytes
-
-    @property
-    def floor_us(self) -> float:
-        """The least time, microseconds."""
-        return max(self.memory_us, self.compute_us)
-
-    @property
-    def bound(self) -> Literal["memory", "compute"]:
-        """What decides the floor."""
-        return "memory" if self.memory_us >= self.compute_us else "compute"
 
 
 def prefill_cost(prefill: PrefillPlan, target: Target, *, batch: int, tokens: int, heads: int) -> PrefillCost:

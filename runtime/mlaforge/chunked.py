@@ -312,11 +312,6 @@ torch.library.define(
 )
 
 
-def _require_one_device(*tensors: torch.Tensor | None) -> None:
-    """Refuse tensors on different devices; in the order of `ChunkedTensors`."""
-    require_one_device(**dict(zip(ChunkedTensors._fields, tensors, strict=True)))
-
-
 def _chunked_prefill_fake(
     q: torch.Tensor,
     latent: torch.Tensor,
@@ -336,7 +331,8 @@ def _chunked_prefill_fake(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = (q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens)
     results = loaded.get(kernel).empty_results(*arguments, tensor_scale=tensor_scale)
-    _require_one_device(*arguments, *results, seq_starts, cu_seqlens, tensor_scale)
+    tensors = ChunkedTensors(*arguments, *results, seq_starts, cu_seqlens, tensor_scale)
+    require_one_device(**tensors._asdict())
     return results
 
 
@@ -415,7 +411,8 @@ def _chunked_prefill_out_fake(
 ) -> None:
     arguments = (q, latent, kv_b, kv_cache, block_table, cu_seqlens_q, context_lens)
     loaded.get(kernel).check_shapes(*arguments, tensor_scale=tensor_scale)
-    _require_one_device(*arguments, out, lse, seq_starts, cu_seqlens, tensor_scale)
+    tensors = ChunkedTensors(*arguments, out, lse, seq_starts, cu_seqlens, tensor_scale)
+    require_one_device(**tensors._asdict())
 
 
 torch.library.register_fake("mlaforge::chunked_prefill", _chunked_prefill_fake)

@@ -412,10 +412,6 @@ torch.library.define("mlaforge::merge", f"({_PARTIALS}, str kernel) -> (Tensor, 
 torch.library.define("mlaforge::merge_out", f"({_PARTIALS}, Tensor(a!) out, Tensor(b!) lse, str kernel) -> ()")
 
 
-def _require_one_device(tensors: _Tensors) -> None:
-    require_one_device(**dict(_given(tensors)))
-
-
 def _empty_rows(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -457,7 +453,7 @@ def _gather_fake(
     kernel: str,
 ) -> torch.Tensor:
     out = _empty_rows(kv_cache, block_table, cu_seqlens, seq_starts, tensor_scale, total_tokens, kernel)
-    _require_one_device(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out, tensor_scale))
+    require_one_device(**GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out, tensor_scale)._asdict())
     return out
 
 
@@ -484,7 +480,7 @@ def _gather_out_fake(
     kernel: str,
 ) -> None:
     loaded.get(kernel).check_gather(kv_cache, block_table, cu_seqlens, seq_starts, tensor_scale)
-    _require_one_device(GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out, tensor_scale))
+    require_one_device(**GatherTensors(kv_cache, block_table, cu_seqlens, seq_starts, out, tensor_scale)._asdict())
 
 
 @torch.library.impl("mlaforge::append", "default")
@@ -520,7 +516,7 @@ def _append_fake(
 ) -> None:
     tensors = AppendTensors(c_kv, k_rope, kv_cache, slot_mapping, norm_weight, positions, cos_sin_cache, tensor_scale)
     loaded.get(kernel).check_append(*tensors)
-    _require_one_device(tensors)
+    require_one_device(**tensors._asdict())
 
 
 def _empty_merged(
@@ -543,7 +539,7 @@ def _merge_fake(
     out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor, kernel: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _empty_merged(out1, lse1, out2, lse2, kernel)
-    _require_one_device(MergeTensors(out1, lse1, out2, lse2, out, lse))
+    require_one_device(**MergeTensors(out1, lse1, out2, lse2, out, lse)._asdict())
     return out, lse
 
 
@@ -570,7 +566,7 @@ def _merge_out_fake(
     kernel: str,
 ) -> None:
     loaded.get(kernel).check_merge(out1, lse1, out2, lse2)
-    _require_one_device(MergeTensors(out1, lse1, out2, lse2, out, lse))
+    require_one_device(**MergeTensors(out1, lse1, out2, lse2, out, lse)._asdict())
 
 
 torch.library.register_fake("mlaforge::gather", _gather_fake)

@@ -27,6 +27,7 @@ from mlaforge.verify import (
     Errors,
     Report,
     check_output,
+    elements_of,
     fewer,
     lower,
     parse_fields,
@@ -229,13 +230,8 @@ class ChunkedInputs:
 
     def read(self, manifest: Manifest) -> tuple[torch.Tensor, ...]:
         """Give the arguments with a cache of elements: of a quantised one what gather reads, which rounds to bf16."""
-        if not manifest.cache.quantised:
-            return self.arguments
         q, latent, kv_b, cache, *others = self.arguments
-        scale = None if self.tensor_scale is None else float(self.tensor_scale)
-        form, rank = FORMATS[manifest.cache.dtype], manifest.d_v
-        parts = form.dequantise(cache, rank, manifest.d_qk - rank, scale, latent.dtype)
-        return q, latent, kv_b, torch.cat(parts, -1), *others
+        return q, latent, kv_b, elements_of(cache, manifest, self.tensor_scale, latent.dtype), *others
 
 
 def kernel_of(manifest: Manifest) -> Kernel:

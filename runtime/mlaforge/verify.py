@@ -275,11 +275,18 @@ class Inputs:
 
     def elements(self, manifest: Manifest) -> torch.Tensor:
         """Give the cache as elements: what the rows of a quantised one stand for, as float32."""
-        if not manifest.cache.quantised:
-            return self.kv_cache
-        scale = None if self.tensor_scale is None else float(self.tensor_scale)
-        form, rank = FORMATS[manifest.cache.dtype], manifest.d_v
-        return torch.cat(form.dequantise(self.kv_cache, rank, manifest.d_qk - rank, scale), dim=-1)
+        return elements_of(self.kv_cache, manifest, self.tensor_scale, torch.float32)
+
+
+def elements_of(
+    kv_cache: torch.Tensor, manifest: Manifest, tensor_scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Give a cache as elements: what the rows of a quantised one stand for, rounded to a dtype; another as it is."""
+    if not manifest.cache.quantised:
+        return kv_cache
+    scale = None if tensor_scale is None else float(tensor_scale)
+    form, rank = FORMATS[manifest.cache.dtype], manifest.d_v
+    return torch.cat(form.dequantise(kv_cache, rank, manifest.d_qk - rank, scale, dtype), dim=-1)
 
 
 def make_inputs(problem: Problem, manifest: Manifest, device: str | torch.device) -> Inputs:
