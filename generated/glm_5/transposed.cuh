@@ -101,7 +101,7 @@ MLAFORGE_DEVICE void scale_columns(float (&acc)[Rows / 2], const float (&factor)
 // `pack(i)` gives accumulators i and i + 1. A warp writes 16 elements of every line, and reads nothing.
 template <int Rows, class Pack>
 MLAFORGE_DEVICE void store_transposed(smem_t tile, const Pack& pack) {
-  static_assert(Rows % 16 == 0, "a matrix store takes 16 columns");
+  static_assert(Rows % 8 == 0, "a matrix has 8 columns");
   const int lane = lane_id();
   // In the order of the accumulators: 8 rows, the next 8, then the same of the 8 columns on.
   const int chunk = 2 * group_warp() + ((lane >> 3) & 1);
@@ -110,6 +110,10 @@ MLAFORGE_DEVICE void store_transposed(smem_t tile, const Pack& pack) {
     const int line = 16 * h + (lane >> 4) * 8 + (lane & 7);
     stmatrix_x4_transposed(tile + line * 128 + ((chunk ^ (line & 7)) << 4), pack(8 * h), pack(8 * h + 2), pack(8 * h + 4),
                            pack(8 * h + 6));
+  }
+  if constexpr (Rows % 16 != 0) {
+    const int line = Rows - 8 + (lane & 7);
+    stmatrix_x2_transposed(tile + line * 128 + ((chunk ^ (lane & 7)) << 4), pack(Rows / 2 - 4), pack(Rows / 2 - 2));
   }
 }
 
@@ -138,9 +142,10 @@ MLAFORGE_DEVICE void store_out_columns(const Output& o, const RowTile<C>& tile, 
                                        const float (&acc)[Subtiles][C::kRows / 2], smem_t scratch) {
   if (slot < 0) {
     const int chunk = 2 * group_warp() + (lane_id() & 1);
-    unsigned char* line[C::kRows / 16];
+    constexpr int kTurns = (C::kRows + 15) / 16;
+    unsigned char* line[kTurns];
 #pragma unroll
-    for (int h = 0; h < C::kRows / 16; ++h) {
+    for (int h = 0; h < kTurns; ++h) {
       const int r = 16 * h + (lane_id() >> 1);
       line[h] = o.row_at(tile, request, r) + (64 * First + 8 * chunk) * 2;
     }
@@ -150,8 +155,9 @@ MLAFORGE_DEVICE void store_out_columns(const Output& o, const RowTile<C>& tile, 
       store_transposed<C::kRows>(scratch, [&](int i) { return pack2<typename C::Element>(columns[i], columns[i + 1]); });
       __syncwarp();
 #pragma unroll
-      for (int h = 0; h < C::kRows / 16; ++h) {
+      for (int h = 0; h < kTurns; ++h) {
         const int r = 16 * h + (lane_id() >> 1);
+        if (C::kRows % 16 != 0 && r >= C::kRows) continue;
         int32_t w[4];
         load_shared_v4(scratch + r * 128 + ((chunk ^ (r & 7)) << 4), w);
         if (!tile.holds(r)) continue;

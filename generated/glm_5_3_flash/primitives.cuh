@@ -427,6 +427,10 @@ MLAFORGE_DEVICE void stmatrix_x4_transposed(smem_t row, uint32_t m0, uint32_t m1
                "r"(m2), "r"(m3)
                : "memory");
 }
+// Two matrices, whose rows lanes 0 to 15 name.
+MLAFORGE_DEVICE void stmatrix_x2_transposed(smem_t row, uint32_t m0, uint32_t m1) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(m0), "r"(m1) : "memory");
+}
 
 // Makes this thread's earlier plain accesses of shared memory visible to later TMA and WGMMA operations. Each writing
 // thread needs it before the barrier after which another thread issues the operation.
@@ -737,27 +741,56 @@ MLAFORGE_ATOMS(192)
 MLAFORGE_ATOMS(256)
 #undef MLAFORGE_ATOMS
 
-// CUTLASS keeps N = 80 in a header that takes 3 s to compile, for the hundreds of other atoms in it.
-#define MLAFORGE_D8(i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define MLAFORGE_SS_K_80(Element, type)                                                              \
-  MLAFORGE_DEVICE void ss_k_80(Element, float (&d)[40], uint64_t a, uint64_t b, bool accumulate) {   \
-    asm volatile(                                                                                    \
-        "{\n"                                                                                        \
-        ".reg .pred p;\n"                                                                            \
-        "setp.ne.b32 p, %42, 0;\n"                                                                   \
-        "wgmma.mma_async.sync.aligned.m64n80k16.f32." type "." type                                  \
-        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19," \
-        " %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37,"  \
-        " %38, %39}, %40, %41, p, 1, 1, 0, 0;\n"                                                     \
-        "}\n"                                                                                        \
-        : MLAFORGE_D8(0), MLAFORGE_D8(8), MLAFORGE_D8(16), MLAFORGE_D8(24), MLAFORGE_D8(32)          \
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                        \
+// CUTLASS keeps these N in a header that takes 3 s to compile, for the hundreds of other atoms in it. A lies K-major or,
+// transposed, MN-major, B K-major. The accumulators are operands 0 to A - 1, and behind them the numbers that follow.
+template <int N>
+constexpr bool kOwnAtom = N > 16 && N % 32 != 0;
+
+#define MLAFORGE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MLAFORGE_D12 MLAFORGE_D4(0), MLAFORGE_D4(4), MLAFORGE_D4(8)
+#define MLAFORGE_D20 MLAFORGE_D12, MLAFORGE_D4(12), MLAFORGE_D4(16)
+#define MLAFORGE_D24 MLAFORGE_D20, MLAFORGE_D4(20)
+#define MLAFORGE_D28 MLAFORGE_D24, MLAFORGE_D4(24)
+#define MLAFORGE_D40 MLAFORGE_D28, MLAFORGE_D4(28), MLAFORGE_D4(32), MLAFORGE_D4(36)
+#define MLAFORGE_R12 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"
+#define MLAFORGE_R20 MLAFORGE_R12 ", %12, %13, %14, %15, %16, %17, %18, %19"
+#define MLAFORGE_R24 MLAFORGE_R20 ", %20, %21, %22, %23"
+#define MLAFORGE_R28 MLAFORGE_R24 ", %24, %25, %26, %27"
+#define MLAFORGE_R40 MLAFORGE_R28 ", %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
+#define MLAFORGE_SS_OF(Element, type, N, A, B, P, T)                                             \
+  template <int TransposedA>                                                                     \
+  MLAFORGE_DEVICE void ss_own(Element, float (&d)[A], uint64_t a, uint64_t b, bool accumulate) { \
+    asm volatile(                                                                                \
+        "{\n"                                                                                    \
+        ".reg .pred p;\n"                                                                        \
+        "setp.ne.b32 p, %" #P ", 0;\n"                                                           \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type                          \
+        " {" MLAFORGE_R##A "}, %" #A ", %" #B ", p, 1, 1, %" #T ", 0;\n"                         \
+        "}\n"                                                                                    \
+        : MLAFORGE_D##A                                                                          \
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(TransposedA));                  \
   }
-MLAFORGE_SS_K_80(Bf16, "bf16")
-MLAFORGE_SS_K_80(Fp16, "f16")
-#undef MLAFORGE_SS_K_80
-#undef MLAFORGE_D8
+#define MLAFORGE_SS(N, A, B, P, T)            \
+  MLAFORGE_SS_OF(Bf16, "bf16", N, A, B, P, T) \
+  MLAFORGE_SS_OF(Fp16, "f16", N, A, B, P, T)
+MLAFORGE_SS(24, 12, 13, 14, 15)
+MLAFORGE_SS(40, 20, 21, 22, 23)
+MLAFORGE_SS(48, 24, 25, 26, 27)
+MLAFORGE_SS(56, 28, 29, 30, 31)
+MLAFORGE_SS(80, 40, 41, 42, 43)
+#undef MLAFORGE_SS
+#undef MLAFORGE_SS_OF
+#undef MLAFORGE_R40
+#undef MLAFORGE_R28
+#undef MLAFORGE_R24
+#undef MLAFORGE_R20
+#undef MLAFORGE_R12
+#undef MLAFORGE_D40
+#undef MLAFORGE_D28
+#undef MLAFORGE_D24
+#undef MLAFORGE_D20
+#undef MLAFORGE_D12
+#undef MLAFORGE_D4
 
 template <class Atom, int Count, int... I>
 MLAFORGE_DEVICE void fma_ss(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate, Indices<I...>) {
@@ -775,8 +808,8 @@ MLAFORGE_DEVICE void fma_rs(float (&d)[Count], const uint32_t* a, uint64_t b, bo
 template <class Element, int N, int Count>
 MLAFORGE_DEVICE void wgmma_ss_k(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(N / 2 <= Count, "D holds the columns");
-  if constexpr (N == 80) {
-    detail::ss_k_80(Element{}, d, a, b, accumulate);
+  if constexpr (detail::kOwnAtom<N>) {
+    detail::ss_own<0>(Element{}, d, a, b, accumulate);
   } else {
     using Atom = typename detail::Atoms<Element, N, detail::Major::K>::SS;
     detail::fma_ss<Atom>(d, a, b, accumulate, detail::IndicesUpTo<N / 2>{});
@@ -802,8 +835,12 @@ MLAFORGE_DEVICE void wgmma_ss_mn(float (&d)[Count], uint64_t a, uint64_t b) {
 // D += A B^T: A and B from shared memory, A MN-major (64 columns), B K-major with N rows.
 template <class Element, int N>
 MLAFORGE_DEVICE void wgmma_ss_mn_k(float (&d)[N / 2], uint64_t a, uint64_t b) {
-  using Atom = typename detail::Atoms<Element, N, detail::Major::K>::TS;
-  detail::fma_ss<Atom>(d, a, b, true, detail::IndicesUpTo<N / 2>{});
+  if constexpr (detail::kOwnAtom<N>) {
+    detail::ss_own<1>(Element{}, d, a, b, true);
+  } else {
+    using Atom = typename detail::Atoms<Element, N, detail::Major::K>::TS;
+    detail::fma_ss<Atom>(d, a, b, true, detail::IndicesUpTo<N / 2>{});
+  }
 }
 
 // D += A B: A[64, 16] from four registers, B from shared memory (MN-major, N columns).

@@ -239,12 +239,9 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
     if schedule == "auto":
         schedule, why = _schedule(spec)
         choices.append(Choice("kernels.decode.schedule", schedule, why))
-    allowed = tile_rows(spec, schedule)
     rows = _tile_rows(spec, schedule) if options.tile_rows == "auto" else options.tile_rows
-    if rows not in allowed:
-        offered = " or ".join(map(str, allowed))
-        problem = f"the {schedule} schedule has tiles of {offered} rows; got {rows}; use {offered} or another schedule"
-        raise SpecError([spec.problem("kernels.decode.tile_rows", problem)])
+    if rows not in tile_rows(spec, schedule):
+        raise SpecError([_not_these_rows(spec, schedule, rows)])
     stages = _stages(spec, schedule, rows, tokens, target)
     if stages is None:
         raise SpecError([_no_stages(spec, schedule, rows, tokens, target)])
@@ -252,7 +249,7 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
 
     narrow: list[DecodePlan] = []
     if options.schedule == options.tile_rows == "auto":
-        for few in (each for each in tile_rows(spec, "swapped") if each < rows):
+        for few in (each for each in _auto_tile_rows(spec, "swapped") if each < rows):
             fewer = _stages(spec, "swapped", few, tokens, target, at_most=True)
             if fewer is not None:
                 narrow.append(_decode(spec, target, f"decode_{few}", "swapped", few, tokens, fewer))
@@ -281,7 +278,7 @@ def _schedules(spec: Spec) -> tuple[str, ...]:
 
 def _tile_rows(spec: Spec, schedule: str) -> int:
     """Choose the rows of a tile: the fewest that hold a token's heads, or the most where others take calls of fewer."""
-    allowed = tile_rows(spec, schedule)
+    allowed = _auto_tile_rows(spec, schedule)
     if spec.kernels.decode.schedule == "auto":
         return allowed[-1]
     return next((rows for rows in allowed if spec.heads_per_rank <= rows), allowed[-1])
@@ -748,6 +745,24 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
     )
 
 
+_SWAPPED_CONSUMER = 224
+"""Registers of a thread that multiplies; with 56 for those that load NVRTC spills in none of them."""
+
+
+def _swapped_uses(spec: Spec, rows: int) -> tuple[RegisterUse, ...]:
+    tokens = spec.kernels.decode.tile_tokens
+    return (
+        RegisterUse("warpgroup 0", f"O, {spec.d_v} x {rows} float32", rows * spec.d_v // 128),
+        RegisterUse("warpgroup 0", f"S, {tokens} x {rows} float32", rows * tokens // 128),
+        RegisterUse("warpgroup 0", "maxima and sums of rows; sums of a tile, or borders", rows * 3 // 4),
+        RegisterUse("warpgroup 0", "addresses, loops, work", 36),
+    )
+
+
+def _swapped_registers(spec: Spec, rows: int) -> int:
+    return sum(use.registers for use in _swapped_uses(spec, rows))
+
+
 def _swapped_memory(
     spec: Spec, rows: int, tokens: int, ring: int, roles: tuple[WarpRole, ...]
 ) -> tuple[tuple[SmemRegion, ...], tuple[Mbarrier, ...]]:
@@ -782,7 +797,7 @@ def _swapped_memory(
 
 def _swapped(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     """Tokens on M, rows on N: two warpgroups that take every other tile each, a third that feeds them by subtiles."""
-    loader, consumer = 56, 224
+    loader, consumer = 56, _SWAPPED_CONSUMER
     subtiles, loaders = _subtiles(spec), _loaders(spec, tokens)
     roles = (
         WarpRole("warpgroup 0", 4, consumer, "every other tile: S^T = K Q^T, softmax, O^T += V^T P^T"),
@@ -822,12 +837,7 @@ def _swapped(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
             NamedBarrier("kSplitsBarrier", 4, 1, 288, "the tile loader has written what the part shares"),
         ),
         roles=roles,
-        registers=(
-            RegisterUse("warpgroup 0", f"O, {spec.d_v} x {rows} float32", rows * spec.d_v // 128),
-            RegisterUse("warpgroup 0", f"S, {tokens} x {rows} float32", rows * tokens // 128),
-            RegisterUse("warpgroup 0", "maxima and sums of rows, sums of a tile, borders", rows),
-            RegisterUse("warpgroup 0", "addresses, loops, work", 36),
-        ),
+        registers=_swapped_uses(spec, rows),
         register_limits=(
             RegisterLimit("kLoaderRegisters", loader),
             RegisterLimit("kConsumerRegisters", consumer),
@@ -958,15 +968,25 @@ def _arrange(spec: Spec, schedule: str, rows: int, tokens: int, stages: int) -> 
     return arrange(spec, rows, tokens, stages)
 
 
-TILE_ROWS: dict[str, tuple[int, ...]] = {"plain": (64,), "skewed": (64,), "swapped": (16, 32)}
+TILE_ROWS: dict[str, tuple[int, ...]] = {"plain": (64,), "skewed": (64,), "swapped": (8, 16, 24, 32, 40, 48, 56)}
 """Rows of a tile that a schedule can have, by its name, on a cache of elements."""
+AUTO_TILE_ROWS = (16, 32, 64)
+"""Of these, what a spec gets that leaves them open, where they are possible; others when they were measured to be faster."""
 CODED_TILE_ROWS = (16, 32, 64)
 """The same of the only one that there is on quantised rows."""
 
 
 def tile_rows(spec: Spec, schedule: str) -> tuple[int, ...]:
     """Give the rows of a tile that a schedule can have for a spec."""
-    return TILE_ROWS[schedule] if spec.layout is None else CODED_TILE_ROWS
+    if spec.layout is not None:
+        return CODED_TILE_ROWS
+    if schedule != "swapped":
+        return TILE_ROWS[schedule]
+    return tuple(rows for rows in TILE_ROWS[schedule] if _swapped_registers(spec, rows) <= _SWAPPED_CONSUMER)
+
+
+def _auto_tile_rows(spec: Spec, schedule: str) -> tuple[int, ...]:
+    return tuple(rows for rows in tile_rows(spec, schedule) if rows in AUTO_TILE_ROWS)
 
 
 _MIN_STAGES = {"plain": 2, "skewed": 2, "swapped": 1}
@@ -999,6 +1019,17 @@ def _schedule(spec: Spec) -> tuple[str, str]:
     if spec.kernels.decode.tile_rows in TILE_ROWS["swapped"]:
         return "swapped", "the one with tiles of so few rows"
     return "skewed", "the fastest there is"
+
+
+def _not_these_rows(spec: Spec, schedule: str, rows: int) -> Problem:
+    allowed = [str(each) for each in tile_rows(spec, schedule)]
+    offered = " or ".join(part for part in (", ".join(allowed[:-1]), allowed[-1]) if part)
+    why = ""
+    if spec.layout is None and rows in TILE_ROWS[schedule]:
+        needed = _swapped_registers(spec, rows)
+        why = f" for model.kv_lora_rank {spec.d_v}: more take {needed} of a thread's {_SWAPPED_CONSUMER} registers"
+    problem = f"the {schedule} schedule has tiles of {offered} rows{why}; got {rows}; use {offered} or another schedule"
+    return spec.problem("kernels.decode.tile_rows", problem)
 
 
 def _no_stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target) -> Problem:

@@ -522,15 +522,17 @@ inline void ldmatrix_x4_transposed(smem_t row, uint32_t (&m)[4], Where where = W
 
 namespace sim {
 
-inline void store_matrices(smem_t row, const std::array<uint32_t, 4>& m, bool transposed, const Where& where) {
+// Of `Count` matrices, whose rows the first 8 lanes of each name.
+template <std::size_t Count>
+void store_matrices(smem_t row, const std::array<uint32_t, Count>& m, bool transposed, const Where& where) {
   struct Lane {
     smem_t row;
-    std::array<uint32_t, 4> m;
+    std::array<uint32_t, Count> m;
     std::int32_t actor;
     const View* view;
   } mine{row, m, machine->actor(), &machine->view()};
   machine->gather("stmatrix", where, &mine, [&where, transposed](void* const* slots) {
-    for (int i = 0; i < kWarp; ++i) {
+    for (int i = 0; i < 8 * static_cast<int>(Count); ++i) {
       // Lane i addresses row i % 8 of matrix i / 8, whose four pairs of columns four lanes hold; transposed, it is a
       // column, of which every fourth lane holds an element.
       const auto* at = static_cast<const Lane*>(slots[i]);
@@ -552,11 +554,14 @@ inline void store_matrices(smem_t row, const std::array<uint32_t, 4>& m, bool tr
 }  // namespace sim
 
 inline void stmatrix_x4(smem_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3, Where where = Where::current()) {
-  sim::store_matrices(row, {m0, m1, m2, m3}, false, where);
+  sim::store_matrices<4>(row, {m0, m1, m2, m3}, false, where);
 }
 inline void stmatrix_x4_transposed(smem_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3,
                                    Where where = Where::current()) {
-  sim::store_matrices(row, {m0, m1, m2, m3}, true, where);
+  sim::store_matrices<4>(row, {m0, m1, m2, m3}, true, where);
+}
+inline void stmatrix_x2_transposed(smem_t row, uint32_t m0, uint32_t m1, Where where = Where::current()) {
+  sim::store_matrices<2>(row, {m0, m1}, true, where);
 }
 
 inline void fence_proxy_async() { sim::machine->fence_async(); }
