@@ -746,7 +746,7 @@ def _skewed_with(spec: Spec, rows: int, tokens: int, stages: int, rope_stages: i
 
 
 _SWAPPED_CONSUMER = 224
-"""Registers of a thread that multiplies; with 56 for those that load NVRTC spills in none of them."""
+"""Registers of a thread that multiplies; beside 56 of one that loads NVRTC spills in neither."""
 
 
 def _swapped_uses(spec: Spec, rows: int) -> tuple[RegisterUse, ...]:
@@ -781,6 +781,8 @@ def _swapped_memory(
         "statistics", "kOffsetStatistics", 2 * 5 * rows * 4, "sums of each warp, reference; a warpgroup, by turns", 2
     )
     regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut")
+    if rows > 32:
+        regions.place("piece", "kOffsetPiece", 16, "where the part's piece of the cut line begins and ends")
     regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
     return regions.finish(
         (
@@ -971,7 +973,7 @@ def _arrange(spec: Spec, schedule: str, rows: int, tokens: int, stages: int) -> 
 TILE_ROWS: dict[str, tuple[int, ...]] = {"plain": (64,), "skewed": (64,), "swapped": (8, 16, 24, 32, 40, 48, 56)}
 """Rows of a tile that a schedule can have, by its name, on a cache of elements."""
 AUTO_TILE_ROWS = (16, 32, 64)
-"""Of these, what a spec gets that leaves them open, where they are possible; others when they were measured to be faster."""
+"""Of these, what a spec gets that leaves them open, where they are possible."""
 CODED_TILE_ROWS = (16, 32, 64)
 """The same of the only one that there is on quantised rows."""
 
@@ -1027,7 +1029,7 @@ def _not_these_rows(spec: Spec, schedule: str, rows: int) -> Problem:
     why = ""
     if spec.layout is None and rows in TILE_ROWS[schedule]:
         needed = _swapped_registers(spec, rows)
-        why = f" for model.kv_lora_rank {spec.d_v}: more take {needed} of a thread's {_SWAPPED_CONSUMER} registers"
+        why = f" for model.kv_lora_rank {spec.d_v} ({rows} need {needed} of a thread's {_SWAPPED_CONSUMER} registers)"
     problem = f"the {schedule} schedule has tiles of {offered} rows{why}; got {rows}; use {offered} or another schedule"
     return spec.problem("kernels.decode.tile_rows", problem)
 
@@ -1046,6 +1048,17 @@ def _no_stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target
         if _arrange(spec, schedule, rows, tokens, fewer).fits(limit):
             return spec.problem("kernels.decode.stages", f"{needs}; lower stages to {fewer}")
     total = _arrange(spec, schedule, rows, tokens, least).total
+    narrower = [
+        each
+        for each in tile_rows(spec, schedule)
+        if each < rows and _arrange(spec, schedule, each, tokens, least).fits(limit)
+    ]
+    if spec.kernels.decode.tile_rows != "auto" and narrower:
+        return spec.problem(
+            "kernels.decode.tile_rows",
+            f"tiles of {rows} rows need {total:,} B of shared memory, a block has {limit:,} B; lower tile_rows to "
+            f"{' or '.join(map(str, narrower))}",
+        )
     return spec.problem(
         "model.kv_lora_rank",
         f"even {least} stage{'s' * (least > 1)} need{'s' * (least == 1)} {total:,} B of shared memory, a block has "

@@ -130,8 +130,8 @@ class Decode(_Part):
         default="auto",
         description="Rows (heads times query tokens) that one thread block works on: in the swapped schedule multiples "
         "of 8 up to 56, as far as its registers hold kv_lora_rank columns of them, on a quantised cache 16, 32 or 64, "
-        "and 64 in the others. If this and the schedule are auto, there is a kernel of 64 rows and others of fewer, and "
-        "a call takes the one that its rows fill best.",
+        "and 64 in the others. If this and the schedule are auto, there are several kernels, and a call takes the one "
+        "that its rows fill best.",
     )
     tile_tokens: Annotated[Literal[64], _Listed] = Field(
         default=64, description="Cached tokens in one step of a thread block."

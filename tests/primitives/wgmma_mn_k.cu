@@ -29,7 +29,11 @@ template <class Element>
 MLAFORGE_DEVICE void product_of(int n, smem_t a, smem_t b, const float* c, float* out) {
   if (n == 8) product<Element, 8>(a, b, c, out);
   if (n == 16) product<Element, 16>(a, b, c, out);
+  if (n == 24) product<Element, 24>(a, b, c, out);
   if (n == 32) product<Element, 32>(a, b, c, out);
+  if (n == 40) product<Element, 40>(a, b, c, out);
+  if (n == 48) product<Element, 48>(a, b, c, out);
+  if (n == 56) product<Element, 56>(a, b, c, out);
   if (n == 64) product<Element, 64>(a, b, c, out);
 }
 

@@ -36,7 +36,11 @@ extern "C" __global__ void __launch_bounds__(128)
   if (fp16) {
     if (n == 8) product<Fp16, 8>(a, b, c, out, accumulate);
     if (n == 16) product<Fp16, 16>(a, b, c, out, accumulate);
+    if (n == 24) product<Fp16, 24>(a, b, c, out, accumulate);
     if (n == 32) product<Fp16, 32>(a, b, c, out, accumulate);
+    if (n == 40) product<Fp16, 40>(a, b, c, out, accumulate);
+    if (n == 48) product<Fp16, 48>(a, b, c, out, accumulate);
+    if (n == 56) product<Fp16, 56>(a, b, c, out, accumulate);
     if (n == 64) product<Fp16, 64>(a, b, c, out, accumulate);
     if (n == 80) product<Fp16, 80>(a, b, c, out, accumulate);
     if (n == 128) product<Fp16, 128>(a, b, c, out, accumulate);
@@ -45,7 +49,11 @@ extern "C" __global__ void __launch_bounds__(128)
   } else {
     if (n == 8) product<Bf16, 8>(a, b, c, out, accumulate);
     if (n == 16) product<Bf16, 16>(a, b, c, out, accumulate);
+    if (n == 24) product<Bf16, 24>(a, b, c, out, accumulate);
     if (n == 32) product<Bf16, 32>(a, b, c, out, accumulate);
+    if (n == 40) product<Bf16, 40>(a, b, c, out, accumulate);
+    if (n == 48) product<Bf16, 48>(a, b, c, out, accumulate);
+    if (n == 56) product<Bf16, 56>(a, b, c, out, accumulate);
     if (n == 64) product<Bf16, 64>(a, b, c, out, accumulate);
     if (n == 80) product<Bf16, 80>(a, b, c, out, accumulate);
     if (n == 128) product<Bf16, 128>(a, b, c, out, accumulate);
