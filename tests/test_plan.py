@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
+from mlaforge_generator import plan as plan_module
 from mlaforge_generator.block import SMEM_ALIGNMENT
 from mlaforge_generator.errors import SpecError
 from mlaforge_generator.kernel_plan import ELEMENT_BYTES
@@ -19,7 +20,7 @@ from mlaforge_generator.plan import MAX_STAGES, DecodePlan, Plan, make_plan
 from mlaforge_generator.resources import find_spec, spec_dir
 from mlaforge_generator.spec import Spec, load_spec, parse_spec
 from mlaforge_generator.target import Target
-from strategies import specs
+from strategies import MOST_ROWS, specs
 
 SHIPPED = sorted(path.stem for path in spec_dir().glob("*.yaml"))
 
@@ -294,6 +295,65 @@ def test_tiles_of_few_rows_mean_the_swapped_schedule() -> None:
     assert plan.decodes == (plan.decode,) and plan.decode.schedule_name == "swapped"
 
 
+def with_rows(rank: int, rows: int | str, *, heads: int = 40, rope: int = 32, schedule: str = "auto") -> Spec:
+    return parse_spec(
+        f"name: rows\nmodel: {{num_attention_heads: {heads}, kv_lora_rank: {rank}, qk_nope_head_dim: 64,"
+        f" qk_rope_head_dim: {rope}, v_head_dim: 64}}\n"
+        f"kernels: {{decode: {{schedule: {schedule}, tile_rows: {rows}}}}}\n"
+    )
+
+
+@pytest.mark.parametrize("rows", [8, 16, 24, 32, 40, 48, 56])
+@pytest.mark.parametrize("rank", MOST_ROWS)
+def test_a_tile_has_as_many_rows_as_the_registers_hold(rank: int, rows: int) -> None:
+    if rows <= MOST_ROWS[rank]:
+        plan = make_plan(with_rows(rank, rows))
+        assert plan.decodes == (plan.decode,) and plan.decode.tile.rows == rows
+        assert (plan.decode.schedule_name, plan.decode.file) == ("swapped", "decode.cu")
+        assert {each.box for each in plan.decode.tensor_maps if each.tensor == "q"} == {(64, rows, 1, 1)}
+        for invariant in INVARIANTS:
+            invariant(plan)
+        return
+    with pytest.raises(SpecError) as caught:
+        make_plan(with_rows(rank, rows))
+    (problem,) = caught.value.problems
+    offered = {384: "8, 16, 24, 32 or 40", 512: "8, 16, 24 or 32"}[rank]
+    assert problem.field == "kernels.decode.tile_rows"
+    assert f"tiles of {offered} rows for model.kv_lora_rank {rank} ({rows} need " in problem.message
+    assert problem.message.endswith(f"of a thread's 224 registers); got {rows}; use {offered} or another schedule")
+
+
+def test_rows_that_leave_no_room_for_a_tile_of_tokens_are_told_from_a_cache_too_wide() -> None:
+    assert make_plan(with_rows(384, 8, rope=928)).decode.tile.stages == 1
+    with pytest.raises(SpecError, match=r"tile_rows: tiles of 40 rows need .* lower tile_rows to 8 or 16$") as caught:
+        make_plan(with_rows(384, 40, rope=928))
+    assert [problem.field for problem in caught.value.problems] == ["kernels.decode.tile_rows"]
+    with pytest.raises(SpecError, match=r"model\.kv_lora_rank: even 1 stage needs"):
+        make_plan(with_rows(384, 8, rope=1024))
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize("rows", [8, 24, 40, 48, 56])
+def test_a_quantised_cache_has_no_tiles_of_other_rows(rows: int, dtype: str) -> None:
+    tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
+    tree["cache"]["dtype"] = dtype
+    tree["kernels"]["decode"]["tile_rows"] = rows
+    with pytest.raises(SpecError, match=f"tiles of 16, 32 or 64 rows; got {rows}; use 16, 32 or 64 or another"):
+        make_plan(Spec.model_validate(tree))
+
+
+@pytest.mark.parametrize(("rank", "narrow", "alone"), [(256, [16, 40, 48], 40), (512, [16], 16)])
+def test_one_constant_names_the_rows_of_what_is_left_open(
+    rank: int, narrow: list[int], alone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "AUTO_TILE_ROWS", (16, 40, 48, 64))
+    plan = make_plan(with_rows(rank, "auto"))
+    assert [each.tile.rows for each in plan.decodes] == [*narrow, 64]
+    assert [each.file for each in plan.narrow_decodes] == [f"decode_{rows}.cu" for rows in narrow]
+    assert plan.decode_for(33).tile.rows == next((rows for rows in narrow if rows >= 33), 64)
+    assert make_plan(with_rows(rank, "auto", schedule="swapped")).decode.tile.rows == alone
+
+
 def test_stages_that_a_spec_names_are_a_limit_for_narrower_kernels() -> None:
     tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
     stages = {}
@@ -331,7 +391,7 @@ kernels:
             {"stages": "2\n    tile_rows: 64\n    schedule: swapped"},
             11,
             "kernels.decode.tile_rows",
-            ("16 or 32", "got 64"),
+            ("8, 16, 24 or 32", "got 64"),
         ),
         ({"rank": 520}, 4, "model.kv_lora_rank", ("128, 256, 384, 512", "520")),
         ({"rope": 24}, 6, "model.qk_rope_head_dim", ("multiple of 16", "use 16 or 32")),

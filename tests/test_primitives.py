@@ -450,7 +450,12 @@ def test_stmatrix(machine: Machine) -> None:
     registers = numbers(2, 32, 4)
     rows = torch.randperm(64, generator=torch.Generator().manual_seed(1)).to(torch.int32).view(2, 32)
     out, transposed, two = machine.run(
-        "stmatrix.cu", "stmatrix", inputs=[registers, rows], outputs=[blank(64, 4)] * 3, threads=64, smem=1024
+        "stmatrix.cu",
+        "stmatrix",
+        inputs=[registers, rows],
+        outputs=[blank(64, 4) for _ in range(3)],
+        threads=64,
+        smem=1024,
     )
     want, want_transposed = blank(64, 4), blank(64, 4)
     for warp in range(2):
@@ -461,7 +466,7 @@ def test_stmatrix(machine: Machine) -> None:
             elements = registers[warp, :, matrix].contiguous().view(torch.int16).view(8, 8)
             want_transposed[rows[warp, 8 * matrix : 8 * matrix + 8]] = elements.T.contiguous().view(torch.int32)
     assert torch.equal(out, want) and torch.equal(transposed, want_transposed)
-    # Two matrices leave the rows that the upper lanes name as they were, transposed of the lower lanes' here.
+    # Rows that the upper lanes name stay as they were.
     want_two = want.clone()
     want_two[rows[:, :16].flatten()] = want_transposed[rows[:, :16].flatten()]
     assert torch.equal(two, want_two)

@@ -60,12 +60,18 @@ PROBLEMS = (
     Problem(lengths=(300, 65), h_q=33, h_kv=3, s_q=2, causal=True),
     Problem(lengths=(350, 129), h_q=17, nan_request=1),
     Problem(lengths=(330,), h_q=40),
+    Problem(lengths=(200, 65), h_q=57, s_q=2, causal=True),
 )
 KERNELS = {
     "16 rows, half a subtile behind V, pages of a token": small_plan(rows=16, rope=32, page_size=1, stages=1),
     "32 rows, fp16, nothing behind V, pages of 128": small_plan(
         rows=32, d_v=256, rope=0, dtype="fp16", page_size=128, stages="auto"
     ),
+    "8 rows": small_plan(rows=8),
+    "24 rows, fp16, pages of a token": small_plan(rows=24, dtype="fp16", page_size=1),
+    "40 rows of 256 columns, half a subtile behind V": small_plan(rows=40, d_v=256, rope=32, stages=1),
+    "48 rows of 256 columns, pages of 64": small_plan(rows=48, d_v=256, rope=32, page_size=64, stages="auto"),
+    "56 rows, nothing behind V": small_plan(rows=56, rope=0, stages="auto"),
 }
 
 
@@ -128,17 +134,39 @@ MUTATIONS = (
 )  # fmt: skip
 
 
+# More rows than a warp has lanes, and the last 8 of them without a second 8 beside them.
+WIDE_PROBLEMS = (
+    Problem(lengths=(330, 70), h_q=40),
+    Problem(lengths=(200, 65), h_q=33, s_q=2, causal=True),
+    Problem(lengths=(500,), h_q=44, softmax_scale=150.0),
+)
+WIDE_MUTATIONS = (
+    Mutation("the last 8 rows are not stored", "stmatrix_x2_transposed(tile + line * 128 + ((chunk ^ (lane & 7)) << 4), pack(Rows / 2 - 4), pack(Rows / 2 - 2));", "(void)line;", f"{RACE}|uninitialised|{WRONG}", file="transposed.cuh"),
+    Mutation("the last 8 rows are stored without their swizzle", "line * 128 + ((chunk ^ (lane & 7)) << 4)", "line * 128 + (chunk << 4)", RACE, file="transposed.cuh"),
+    Mutation("rows behind the tile's are stored", "C::kRows % 16 != 0 && r >= C::kRows", "false", "", file="transposed.cuh"),
+    Mutation("rows behind a warp's lanes have the factors of others", "of_rows[j / 8]", "of_rows[0]", WRONG),
+    Mutation("only the rows of a warp's lanes have a log-sum-exp", "static_cast<int>(threadIdx.x) == r", "half == 0 && static_cast<int>(threadIdx.x) == r", "lse: "),
+    Mutation("the end of the piece is not handed over", "store_shared_s32(base + kOffsetPiece + 4, schedule.to);", "", "uninitialised"),
+)  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def mutants(tmp_path_factory: pytest.TempPathFactory) -> Mutants:
     folder = small_folder(tmp_path_factory.mktemp("mutants") / "small", small_plan(rows=16))
     return Mutants.made(folder, MUTATIONS, tmp_path_factory)
 
 
-def reports_of(folder: Path) -> Iterator[str]:
+@pytest.fixture(scope="session")
+def wide_mutants(tmp_path_factory: pytest.TempPathFactory) -> Mutants:
+    folder = small_folder(tmp_path_factory.mktemp("mutants") / "small", small_plan(rows=40))
+    return Mutants.made(folder, WIDE_MUTATIONS, tmp_path_factory)
+
+
+def reports_of(folder: Path, problems: tuple[Problem, ...] = PROBLEMS[:5]) -> Iterator[str]:
     """Run the problems under one schedule after the other, and tell what is wrong."""
     mla = mlaforge.load(folder, device="sim")
     for seed in range(9):
-        for problem in PROBLEMS[:5]:
+        for problem in problems:
             mla.backend.options = SimulatorOptions(seed=seed, mode=MODES[seed % 3], sms=1 + seed % 2 * 3)
             yield from run_problem(mla, problem, "cpu").failures
 
@@ -150,3 +178,16 @@ def test_every_mutation_is_caught(number: int, mutants: Mutants, monkeypatch: py
 
 def test_nothing_is_found_where_no_mutation_is_on(mutants: Mutants, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(reports_of(mutants.switch(-1, monkeypatch)))
+
+
+@pytest.mark.parametrize("number", range(len(WIDE_MUTATIONS)), ids=lambda i: WIDE_MUTATIONS[i].name.replace(" ", "-"))
+def test_every_mutation_of_40_rows_is_caught(
+    number: int, wide_mutants: Mutants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_caught(WIDE_MUTATIONS[number], reports_of(wide_mutants.switch(number, monkeypatch), WIDE_PROBLEMS))
+
+
+def test_nothing_is_found_in_40_rows_where_no_mutation_is_on(
+    wide_mutants: Mutants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not list(reports_of(wide_mutants.switch(-1, monkeypatch), WIDE_PROBLEMS))
