@@ -18,9 +18,11 @@ from hypothesis import given, settings
 import mlaforge
 from mlaforge.cache import KernelCache
 from mlaforge.compiler import CompiledKernel, CompileError, cache_key, compile_kernel, compile_many
+from mlaforge_generator.emit import write_folder
 from mlaforge_generator.plan import make_plan
 from mlaforge_generator.render import render
-from mlaforge_generator.spec import Spec
+from mlaforge_generator.resources import find_spec
+from mlaforge_generator.spec import Spec, load_spec
 from strategies import specs
 
 ROOT = Path(__file__).parents[1]
@@ -93,6 +95,29 @@ def test_shipped_decode_kernel_of_few_rows(rows: int, folder: Path) -> None:
     behind = (manifest.d_qk - manifest.d_v) // 16 or 4
     assert report.sass["HGMMA"] == 2 * 4 + behind + manifest.d_v // 64 * 4
     assert report.sass["USETMAXREG"] == 2 and report.sass["STSM"] > 0
+    assert report.sass.get("LDL", 0) == report.sass.get("STL", 0) == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [*(("minicpm3", rows) for rows in (8, 24, 40, 48, 56)), *(("deepseek_v3", rows) for rows in (8, 24))],
+)
+def test_decode_kernel_of_rows_that_a_spec_asks_for(name: str, rows: int, page_size: int, tmp_path: Path) -> None:
+    tree = load_spec(find_spec(name)).model_dump(exclude_none=True)
+    tree["cache"]["page_size"] = page_size
+    tree["kernels"]["decode"]["tile_rows"] = rows
+    plan = make_plan(Spec.model_validate(tree))
+    write_folder(tmp_path / name, render(plan))
+    kernel = compiled(tmp_path / name / "decode.cu")
+    report = kernel.kernels["mla_decode"]
+    assert not report.serialized and not kernel.warnings
+    assert report.spill_stores == report.spill_loads == report.stack_frame == report.static_smem == 0
+    assert report.registers == 168 and report.sass is not None
+    spec = plan.spec
+    assert report.sass["HGMMA"] == 2 * 4 + (spec.d_qk - spec.d_v) // 16 + spec.d_v // 64 * 4
+    # P, and half of O in either warpgroup, two columns of matrices at a time.
+    assert report.sass["STSM"] == -(-rows // 16) * (1 + spec.d_v // 64)
     assert report.sass.get("LDL", 0) == report.sass.get("STL", 0) == 0
 
 

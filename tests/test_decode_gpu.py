@@ -129,6 +129,37 @@ def test_one_decode_kernel_for_any_rows(pair: tuple[int, int], tile_rows: int, d
     accept(mla, problems[::4] if REDUCED else [*problems, Problem(lengths=(100_000,), h_q=16)])
 
 
+ON_DEMAND = [(pair, rows) for pair in PAIRS for rows in (8, 24, 40, 48, 56) if pair[1] == 256 or rows <= 32]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("pair", "tile_rows"), ON_DEMAND, ids=str)
+def test_tile_rows_on_demand(pair: tuple[int, int], tile_rows: int, dtype: str, page_size: int) -> None:
+    """Tiles that a spec must ask for, as above; and the edges."""
+    mla = variant(*pair, page_size, dtype, tile_rows)
+    assert [each.tile_rows for each in mla.manifest.decodes] == [tile_rows]
+    heads = (tile_rows - 1, tile_rows, tile_rows + 1, 2 * tile_rows - 7, 40, 128)
+    problems = [
+        Problem(lengths=(5_000, 0, 1, 64, 700), h_q=h, s_q=s, causal=s > 1, q_gain=gain)
+        for h, s in (*((h, 1) for h in heads), (tile_rows - 3, 2), (5, 3), (40, 2))
+        for gain in (1, 32)
+    ]
+    problems += [dataclasses.replace(p, h_q=p.h_q if p.h_q > 1 else 40) for p in EDGES if p.tokens <= 10_000]
+    accept(mla, problems[::6] if REDUCED else [*problems, Problem(lengths=(100_000,), h_q=40)])
+
+
+@pytest.mark.parametrize(("pair", "tile_rows"), ON_DEMAND, ids=str)
+def test_runs_of_tile_rows_on_demand_are_bit_identical(pair: tuple[int, int], tile_rows: int) -> None:
+    mla = variant(*pair, tile_rows=tile_rows)
+    inputs = make_inputs(Problem(lengths=(9_000, 100, 0, 700), h_q=40, seed=5), mla.manifest, "cuda")
+    arguments = (inputs.q, inputs.kv_cache, inputs.block_table, inputs.cache_seqlens)
+    first_out, first_lse = mla.decode(*arguments)
+    for _ in range(5 if REDUCED else 50):
+        out, lse = mla.decode(*arguments)
+        assert torch.equal(out, first_out) and torch.equal(lse, first_lse)
+
+
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=20 if REDUCED else 150)
 @given(seed=st.integers(0, 2**32 - 1), shape=st.sampled_from(sorted(itertools.product(PAIRS, (1, 64), ("bf16",)))))
 def test_random_problems(seed: int, shape: tuple[tuple[int, int], int, str]) -> None:

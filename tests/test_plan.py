@@ -329,7 +329,7 @@ def test_rows_that_leave_no_room_for_a_tile_of_tokens_are_told_from_a_cache_too_
         make_plan(with_rows(384, 40, rope=928))
     assert [problem.field for problem in caught.value.problems] == ["kernels.decode.tile_rows"]
     with pytest.raises(SpecError, match=r"model\.kv_lora_rank: even 1 stage needs"):
-        make_plan(with_rows(384, 8, rope=1024))
+        make_plan(with_rows(512, "auto", rope=1024, schedule="swapped"))
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)

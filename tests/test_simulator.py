@@ -288,7 +288,9 @@ def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_p
         find_compiler()
 
 
-@pytest.mark.parametrize(("schedule", "rows", "stages"), [("plain", 64, 2), ("skewed", 64, 2), ("swapped", 16, 1)])
+@pytest.mark.parametrize(
+    ("schedule", "rows", "stages"), [("plain", 64, 2), ("skewed", 64, 2), ("swapped", 16, 1), ("swapped", 40, 1)]
+)
 def test_the_fewest_stages_that_are_planned_do(schedule: str, rows: int, stages: int, tmp_path: Path) -> None:
     """A sweep takes every number of stages that the planner allows, and a deadlock there would hang a GPU."""
     folder = generate(tmp_path / "few", "mistral_small_4", schedule=schedule, tile_rows=rows, stages=stages)
