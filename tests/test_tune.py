@@ -110,6 +110,16 @@ def test_what_is_fixed_stays() -> None:
     assert {each.settings["stages"] for each in swept.candidates} == set(range(1, 9))
 
 
+@pytest.mark.parametrize(
+    ("name", "rows"), [("minicpm3", {8, 16, 24, 32, 40, 48, 56, 64}), ("deepseek_v3", {8, 16, 24, 32, 64})]
+)
+def test_rows_that_only_a_spec_can_ask_for_are_swept(name: str, rows: set[int]) -> None:
+    swept = enumerate_candidates(load_spec(find_spec(name)), ["tile_rows"])
+    assert {each.settings["tile_rows"] for each in swept.buildable if each.settings} == rows
+    refused = [each for each in swept.candidates if each.files is None]
+    assert all("need" in str(each.reason) and "registers" in str(each.reason) for each in refused)
+
+
 def first_settings(spec: Spec) -> Mapping[str, Value]:
     # What the planner makes of open fields is several kernels, and no setting gives them.
     return next(each.settings for each in enumerate_candidates(spec).buildable if each.settings)
