@@ -346,7 +346,7 @@ def test_a_quantised_cache_has_no_tiles_of_other_rows(rows: int, dtype: str) -> 
 def test_one_constant_names_the_rows_of_what_is_left_open(
     rank: int, narrow: list[int], alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "AUTO_TILE_ROWS", (16, 40, 48, 64))
+    monkeypatch.setattr(plan_module, "AUTO_TILE_ROWS", (16, 40, 48))
     plan = make_plan(with_rows(rank, "auto"))
     assert [each.tile.rows for each in plan.decodes] == [*narrow, 64]
     assert [each.file for each in plan.narrow_decodes] == [f"decode_{rows}.cu" for rows in narrow]
