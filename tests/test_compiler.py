@@ -80,7 +80,7 @@ def distinct(file: str, quantised_too: bool = True) -> list[Path]:
 
 @pytest.mark.parametrize(
     ("rows", "folder"),
-    [(rows, folder) for rows in (16, 32) for folder in distinct(f"decode_{rows}.cu", quantised_too=False)],
+    [(rows, folder) for rows in (16, 32, 40) for folder in distinct(f"decode_{rows}.cu", quantised_too=False)],
     ids=lambda value: str(value) if isinstance(value, int) else value.name,
 )
 def test_shipped_decode_kernel_of_few_rows(rows: int, folder: Path) -> None:

@@ -260,7 +260,7 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
             if options.schedule == "auto":
                 why = "N of WGMMA; of many rows several tiles"
         elif narrow:
-            why = "M of WGMMA; for calls of few rows N of it: less padding"
+            why = "M of WGMMA; for calls of few rows N of it: less padding, and measured as fast or faster"
         rows_of_all = ", ".join(str(each.tile.rows) for each in (decode, *reversed(narrow)))
         choices.append(Choice("kernels.decode.tile_rows", rows_of_all, why))
     if options.stages == "auto":
@@ -975,8 +975,10 @@ TILE_ROWS: dict[str, tuple[int, ...]] = {"plain": (64,), "skewed": (64,), "swapp
 CODED_TILE_ROWS = (16, 32, 64)
 """The same of the only one that there is on quantised rows."""
 AUTO_TILE_ROWS = (16, 32, 40)
-"""Of the swapped schedule's on elements, those of a spec that leaves them open, where they are possible. Against the next one
-kept, 40 rows are 2.0 and 0.8% faster with 40 heads of (288, 256) and (320, 256); 8, 24 and 48 are within 1%, 56 is slower."""
+"""Of the swapped schedule's on elements, those of a spec that leaves them open, where they are possible. With 40 heads of
+(288, 256) and (320, 256) 40 rows are 2.0 and 0.8% faster than 64; 8, 24 and 48 are within 1% of the next, 56 is slower."""
+WIDE_TILE_COLUMNS = 256
+"""Of V, with which tiles of more than 32 rows are among them: of (448, 384) 40 rows are 1.4% slower than 64."""
 
 
 def tile_rows(spec: Spec, schedule: str) -> tuple[int, ...]:
@@ -993,7 +995,7 @@ def _auto_tile_rows(spec: Spec, schedule: str) -> tuple[int, ...]:
     allowed = tile_rows(spec, schedule)
     if schedule != "swapped" or spec.layout is not None:
         return allowed
-    return tuple(rows for rows in allowed if rows in AUTO_TILE_ROWS)
+    return tuple(rows for rows in allowed if rows in AUTO_TILE_ROWS and (rows <= 32 or spec.d_v <= WIDE_TILE_COLUMNS))
 
 
 _MIN_STAGES = {"plain": 2, "skewed": 2, "swapped": 1}
