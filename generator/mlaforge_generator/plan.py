@@ -975,8 +975,9 @@ TILE_ROWS: dict[str, tuple[int, ...]] = {"plain": (64,), "skewed": (64,), "swapp
 CODED_TILE_ROWS = (16, 32, 64)
 """The same of the only one that there is on quantised rows."""
 AUTO_TILE_ROWS = (16, 32, 40)
-"""Of the swapped schedule's on elements, those of a spec that leaves them open, where they are possible. With 40 heads of
-(288, 256) and (320, 256) 40 rows are 2.0 and 0.8% faster than 64; 8, 24 and 48 are within 1% of the next, 56 is slower."""
+"""Of the swapped schedule's on elements, those of a spec that leaves them open, where they are possible. With 40 heads
+of (288, 256) and (320, 256) 40 rows are 2.0 and 0.8% faster than 64; 8, 24 and 48 are within 1% of the next, 56 is
+slower."""
 WIDE_TILE_COLUMNS = 256
 """Of V, with which tiles of more than 32 rows are among them: of (448, 384) 40 rows are 1.4% slower than 64."""
 
