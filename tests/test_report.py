@@ -326,7 +326,7 @@ def test_a_dot_for_each_that_was_timed() -> None:
 
 
 def test_bars_are_as_long_as_rates() -> None:
-    (path,) = RESULTS.glob("*/sustained.json")
+    path = RESULTS / "2026-11-29_h200_deepseek_v3" / "sustained.json"
     result = BenchResult.model_validate_json(path.read_text())
     (plot,) = plots(result)
     bars = [float(each.get("width", "")) for each in named(plot.picture, r"region c\d")]

@@ -241,12 +241,12 @@ def test_uninitialised_memory_that_reaches_a_result_is_reported(broken_tail: MLA
         (48, rf"{store}\({read}, which is uninitialised so far, {where}\)"),
         (56, rf"{store}\({who} copies uninitialised bytes of kv_cache at small_pages\.cuh:\d+; {read} {where}\)"),
     ):
-        inputs = make_inputs(Problem(lengths=(length,), h_q=40), broken_tail.manifest, "cpu")
+        inputs = make_inputs(Problem(lengths=(length,), h_q=48), broken_tail.manifest, "cpu")
         inputs.kv_cache.nan_to_num_()
         with pytest.raises(SimulationError, match=report):
             broken_tail.decode(inputs.q, inputs.kv_cache, inputs.block_table, inputs.cache_seqlens)
     # Whole tiles have no tail.
-    inputs = make_inputs(Problem(lengths=(64,), h_q=40), broken_tail.manifest, "cpu")
+    inputs = make_inputs(Problem(lengths=(64,), h_q=48), broken_tail.manifest, "cpu")
     broken_tail.decode(inputs.q, inputs.kv_cache, inputs.block_table, inputs.cache_seqlens)
 
 

@@ -260,7 +260,7 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
             if options.schedule == "auto":
                 why = "N of WGMMA; of many rows several tiles"
         elif narrow:
-            why = "M of WGMMA; for calls of few rows N of it: less padding, and measured as fast or faster"
+            why = "M of WGMMA; for calls of few rows N of it: less padding"
         rows_of_all = ", ".join(str(each.tile.rows) for each in (decode, *reversed(narrow)))
         choices.append(Choice("kernels.decode.tile_rows", rows_of_all, why))
     if options.stages == "auto":
