@@ -325,8 +325,8 @@ def test_a_dot_for_each_that_was_timed() -> None:
         assert all(left[1] <= right[1] for left, right in pairwise(places))
 
 
-def test_bars_are_as_long_as_rates() -> None:
-    path = RESULTS / "2026-11-29_h200_deepseek_v3" / "sustained.json"
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/sustained.json")), ids=lambda path: path.parent.name)
+def test_bars_are_as_long_as_rates(path: Path) -> None:
     result = BenchResult.model_validate_json(path.read_text())
     (plot,) = plots(result)
     bars = [float(each.get("width", "")) for each in named(plot.picture, r"region c\d")]

@@ -145,7 +145,7 @@ WIDE_MUTATIONS = (
     Mutation("the last 8 rows are stored without their swizzle", "line * 128 + ((chunk ^ (lane & 7)) << 4)", "line * 128 + (chunk << 4)", RACE, file="transposed.cuh"),
     Mutation("rows behind the tile's are stored", "C::kRows % 16 != 0 && r >= C::kRows", "false", "", file="transposed.cuh"),
     Mutation("rows behind a warp's lanes have the factors of others", "of_rows[j / 8]", "of_rows[0]", WRONG),
-    Mutation("only the rows of a warp's lanes have a log-sum-exp", "static_cast<int>(threadIdx.x) == r", "half == 0 && static_cast<int>(threadIdx.x) == r", "lse: "),
+    Mutation("only the rows of a warp's lanes have a log-sum-exp", "(kTurns > 1 ? thread == r : thread < kRows)", "i == 0 && (kTurns > 1 ? thread == r : thread < kRows)", "lse: "),
     Mutation("the end of the piece is not handed over", "store_shared_s32(base + kOffsetPiece + 4, schedule.to);", "", "uninitialised"),
 )  # fmt: skip
 

@@ -234,33 +234,40 @@ MLAFORGE_DEVICE void join_statistics(smem_t base, int buffer, int group, const R
     if (group_warp() == 0) store_shared_f32(mine + 4 * (4 * kRows + accumulator_column(j)), state.max[j]);
   }
   named_barrier_sync(kPairBarrier, 256);
-  // A lane has a row; every warp works out all of them.
-  const int r = lane_id() % kRows;
-  float max[2];
-  float sum[2];
+  // A lane has every 32nd row; every warp works out all of them.
+  constexpr int kTurns = (kRows + 31) / 32;
+  const int thread = static_cast<int>(threadIdx.x);
+  float of_rows[kTurns];
 #pragma unroll
-  for (int g = 0; g < 2; ++g) {
-    const smem_t column = statistics_at(base, buffer, g) + 4 * r;
-    max[g] = load_shared_f32(column + 16 * kRows);
-    sum[g] = 0.f;
+  for (int i = 0; i < kTurns; ++i) {
+    const int r = (32 * i + lane_id()) % kRows;
+    float max[2];
+    float sum[2];
 #pragma unroll
-    for (int warp = 0; warp < 4; ++warp) sum[g] += load_shared_f32(column + 4 * warp * kRows);
-  }
-  const float top = fmaxf(max[0], max[1]);
-  const float reference = top == -infinity() ? 0.f : top;
-  const float weight[2] = {exp2_approx(max[0] - reference), exp2_approx(max[1] - reference)};
-  const float total = sum[0] * weight[0] + sum[1] * weight[1];
-  const float of_row = total == 0.f ? 0.f : (group == 0 ? weight[0] : weight[1]) / total;
-  if (static_cast<int>(threadIdx.x) < kRows && tile.holds(r)) {
-    const float lse = top + log2_approx(total);
-    if (slot < 0) {
-      store_global(o.lse_at(tile, request, r), total == 0.f ? infinity() : lse * kLn2);
-    } else {
-      store_global(o.partial_lse + tile.partial_row(slot, r), total == 0.f ? -infinity() : lse);
+    for (int g = 0; g < 2; ++g) {
+      const smem_t column = statistics_at(base, buffer, g) + 4 * r;
+      max[g] = load_shared_f32(column + 16 * kRows);
+      sum[g] = 0.f;
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) sum[g] += load_shared_f32(column + 4 * warp * kRows);
+    }
+    const float top = fmaxf(max[0], max[1]);
+    const float reference = top == -infinity() ? 0.f : top;
+    const float weight[2] = {exp2_approx(max[0] - reference), exp2_approx(max[1] - reference)};
+    const float total = sum[0] * weight[0] + sum[1] * weight[1];
+    of_rows[i] = total == 0.f ? 0.f : (group == 0 ? weight[0] : weight[1]) / total;
+    // Thread r stores for row r; where lanes are enough, they are asked for that without r.
+    if ((kTurns > 1 ? thread == r : thread < kRows) && tile.holds(r)) {
+      const float lse = top + log2_approx(total);
+      if (slot < 0) {
+        store_global(o.lse_at(tile, request, r), total == 0.f ? infinity() : lse * kLn2);
+      } else {
+        store_global(o.partial_lse + tile.partial_row(slot, r), total == 0.f ? -infinity() : lse);
+      }
     }
   }
 #pragma unroll
-  for (int j = 0; j < kRows / 4; ++j) factor[j] = __shfl_sync(0xffffffffu, of_row, accumulator_column(j));
+  for (int j = 0; j < kRows / 4; ++j) factor[j] = __shfl_sync(0xffffffffu, of_rows[j / 8], accumulator_column(j) % 32);
 }
 
 // Half of O, from subtile First on, to the room of Q or added from there: what a thread holds its twin of the other
