@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
+from folders import plan_with
 from mlaforge_generator import plan as plan_module
 from mlaforge_generator.block import SMEM_ALIGNMENT
 from mlaforge_generator.errors import SpecError
@@ -270,6 +271,7 @@ def test_one_warp_brings_quantised_rows_whatever_the_pages(page_size: int, why: 
     ("settings", "match"),
     [
         ({"schedule": "skewed"}, "no skewed kernel reads a cache of fp8_ds_mla; .*use auto or swapped"),
+        ({"schedule": "stored"}, "no stored kernel reads a cache of fp8_ds_mla; got stored; use auto or swapped"),
         ({"stages": 1}, "the swapped schedule needs 2 stages; got 1"),
     ],
 )
@@ -278,6 +280,19 @@ def test_what_a_quantised_cache_cannot_have(settings: dict[str, str | int], matc
     tree["kernels"]["decode"] |= settings
     with pytest.raises(SpecError, match=match):
         make_plan(Spec.model_validate(tree))
+
+
+def test_a_cache_of_nvfp4_may_have_the_stored_kernel() -> None:
+    plan = plan_with("deepseek_v3_nvfp4", schedule="stored")
+    for invariant in INVARIANTS:
+        invariant(plan)
+    assert plan.decodes == (plan.decode,) and plan.decode.tile.rows == 16
+    assert plan.decode.template == "kernels/decode_stored_quantised.cu.j2"
+    assert {choice.field: choice.why for choice in plan.choices}["kernels.decode.tile_rows"].startswith("N of WGMMA")
+    with pytest.raises(SpecError, match="the stored schedule has tiles of 16 rows; got 32; use 16 or another schedule"):
+        plan_with("deepseek_v3_nvfp4", schedule="stored", tile_rows=32)
+    with pytest.raises(SpecError, match="no stored kernel reads a cache of bf16; got stored; use auto or plain"):
+        plan_with("deepseek_v3", schedule="stored")
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(1, 16), (16, 16), (17, 32), (128, 32)])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 import mlaforge
+from folders import generate
 from mlaforge.api import MLA
 from mlaforge.compiler import compile_kernel
 from mlaforge.formats import FORMATS, decode_e4m3
@@ -32,9 +34,17 @@ kernels: {{decode: {decode}}}
 
 
 def small_folder(
-    into: Path, dtype: str, *, d_v: int = 128, rope: int = 64, page_size: int = 16, rows: int = 0, stages: int | str = 2
+    into: Path,
+    dtype: str,
+    *,
+    d_v: int = 128,
+    rope: int = 64,
+    page_size: int = 16,
+    rows: int = 0,
+    stages: int | str = 2,
+    schedule: str = "swapped",
 ) -> Path:
-    decode = f"{{schedule: swapped, tile_rows: {rows}, stages: {stages}}}" if rows else "{}"
+    decode = f"{{schedule: {schedule}, tile_rows: {rows}, stages: {stages}}}" if rows else "{}"
     text = SMALL.format(d_v=d_v, rope=rope, dtype=dtype, page_size=page_size, decode=decode)
     write_folder(into, render(make_plan(parse_spec(text))))
     return into
@@ -56,6 +66,7 @@ PROBLEMS = (
     Problem(lengths=(350, 129), h_q=17, nan_request=1),
     Problem(lengths=(330,), h_q=40, cache_layers=2),
 )
+STORED: dict[str, str | int] = {"dtype": "nvfp4", "schedule": "stored", "rows": 16}
 KERNELS: dict[str, dict[str, str | int]] = {
     "fp8_e4m3, half a line of rope, pages of a token": {"dtype": "fp8_e4m3", "rope": 32, "page_size": 1},
     "fp8_e4m3_token, half a line of rope": {"dtype": "fp8_e4m3_token", "d_v": 256, "rope": 32, "page_size": 64},
@@ -64,6 +75,10 @@ KERNELS: dict[str, dict[str, str | int]] = {
     "nvfp4, a line and a half, pages of 128": {"dtype": "nvfp4", "d_v": 384, "page_size": 128},
     "nvfp4, half a line": {"dtype": "nvfp4", "rope": 32},
     "nvfp4, pages of a token": {"dtype": "nvfp4", "page_size": 1},
+    "nvfp4 stored, half a line, one tile of lines": {**STORED, "rope": 32, "stages": 1},
+    "nvfp4 stored, a line and a half, pages of 128": {**STORED, "d_v": 384, "page_size": 128},
+    "nvfp4 stored, nothing behind the latent, pages of a token": {**STORED, "d_v": 256, "rope": 0, "page_size": 1},
+    "nvfp4 stored, all of shared memory": {**STORED, "d_v": 512, "page_size": 64, "stages": "auto"},
 }
 
 
@@ -83,6 +98,10 @@ def test_small_kernels_pass_random_schedules(kernel: str, tmp_path: Path) -> Non
 
 @functools.cache
 def shipped(dtype: str) -> MLA:
+    """Load the kernels of a format; those of `stored` are nvfp4's."""
+    if dtype == "stored":
+        folder = generate(Path(tempfile.mkdtemp()), "deepseek_v3_nvfp4", schedule="stored")
+        return mlaforge.load(folder, device="sim")
     return mlaforge.load(GENERATED / f"deepseek_v3_{dtype}", device="sim")
 
 
@@ -115,10 +134,11 @@ def require_close(out: torch.Tensor, lse: torch.Tensor, want_out: torch.Tensor, 
     )
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_ds_mla", "nvfp4"])
-def test_every_code(dtype: str) -> None:
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_ds_mla", "nvfp4", "stored"])
+def test_every_code(name: str) -> None:
     """All codes that are numbers, in every place of a row's period, with scales of nvfp4 that are subnormal, too."""
-    mla = shipped(dtype)
+    mla = shipped(name)
+    dtype = mla.manifest.cache.dtype
     rows = torch.arange(256).repeat(8)[None, : mla.manifest.cache.row_bytes] + 7 * torch.arange(70)[:, None]
     rows = rows.remainder(256).to(torch.uint8)
     scale = {"fp8_e4m3": 0.011, "fp8_ds_mla": None, "nvfp4": 0.0031}[dtype]
@@ -154,10 +174,11 @@ def test_float32_scales_of_any_size(dtype: str, power: int, tmp_path: Path) -> N
     require_close(*attend(mla, rows, None))
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_ds_mla", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_ds_mla", "nvfp4", "stored"])
 @pytest.mark.parametrize("what", ["code", "scale", "rope"])
-def test_nan_of_a_token_reaches_all_rows(dtype: str, what: str) -> None:
-    mla = shipped(dtype)
+def test_nan_of_a_token_reaches_all_rows(name: str, what: str) -> None:
+    mla = shipped(name)
+    dtype = mla.manifest.cache.dtype
     form = FORMATS[dtype]
     scale = 0.01 if form.layout.tensor_scale else None
     rows = form.quantise(torch.randn(80, 512) / 10, torch.randn(80, 64) / 10, scale)
@@ -177,9 +198,9 @@ def test_nan_of_a_token_reaches_all_rows(dtype: str, what: str) -> None:
 # ---- Machine code ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_ds_mla", "nvfp4"])
-def test_machine_code(dtype: str) -> None:
-    manifest = shipped(dtype).manifest
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_ds_mla", "nvfp4", "stored"])
+def test_machine_code(name: str) -> None:
+    manifest = shipped(name).manifest
     for kernel in manifest.decodes:
         report = compile_kernel(kernel.source).kernels[kernel.entry]
         assert report.spill_stores == report.spill_loads == report.stack_frame == 0 and not report.warnings

@@ -24,16 +24,20 @@ from test_decode_gpu import EDGES, REDUCED
 pytestmark = pytest.mark.gpu
 
 PAIRS = ((512, 64), (512, 0), (256, 64), (256, 32), (384, 48), (128, 16))
+KERNELS = (*FORMATS, "stored")
+"""Those that the formats have by themselves, and nvfp4's of another schedule."""
 
 
 @functools.cache
-def variant(dtype: str, rank: int = 512, rope: int = 64, page_size: int = 64, device: str = "cuda") -> MLA:
+def variant(name: str, rank: int = 512, rope: int = 64, page_size: int = 64, device: str = "cuda") -> MLA:
+    dtype, schedule = ("nvfp4", "stored") if name == "stored" else (name, "auto")
     path = Path(tempfile.mkdtemp()) / "spec.yaml"
     path.write_text(
-        f"name: {dtype}\n"
+        f"name: {name}\n"
         f"model: {{num_attention_heads: 128, kv_lora_rank: {rank}, qk_nope_head_dim: 128, qk_rope_head_dim: {rope},"
         " v_head_dim: 128}\n"
         f"cache: {{dtype: {dtype}, page_size: {page_size}}}\n"
+        f"kernels: {{decode: {{schedule: {schedule}}}}}\n"
     )
     return mlaforge.load(path, device=device)
 
@@ -46,7 +50,7 @@ def accept(mla: MLA, problems: list[Problem]) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", KERNELS)
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
 def test_every_shape(dtype: str, pair: tuple[int, int], page_size: int) -> None:
     mla = variant(dtype, *pair, page_size)
@@ -59,7 +63,7 @@ def test_every_shape(dtype: str, pair: tuple[int, int], page_size: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 5, 8, 16, 17, 20, 32, 33, 64, 96, 128])
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", KERNELS)
 def test_every_head_count(dtype: str, heads: int) -> None:
     lengths = (3_000, 1, 0, 77, 640)
     accept(
@@ -69,13 +73,13 @@ def test_every_head_count(dtype: str, heads: int) -> None:
 
 
 @pytest.mark.skipif(REDUCED, reason="large")
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", KERNELS)
 def test_long(dtype: str) -> None:
     accept(variant(dtype), [Problem(lengths=(300_000,), h_q=16), Problem(lengths=(131_072, *[300] * 40), h_q=32)])
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", KERNELS)
 def test_50_runs_are_bit_identical(dtype: str, heads: int) -> None:
     mla = variant(dtype)
     inputs = make_inputs(Problem(lengths=(9_000, 100, 0, 700), h_q=heads, seed=5), mla.manifest, "cuda")
@@ -86,7 +90,7 @@ def test_50_runs_are_bit_identical(dtype: str, heads: int) -> None:
         assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", KERNELS)
 def test_a_graph_follows_lengths_tables_and_scale(dtype: str) -> None:
     mla = variant(dtype)
     first = make_inputs(Problem(lengths=(900, 130, 64), h_q=16, seed=1), mla.manifest, "cuda")
@@ -111,7 +115,7 @@ def test_a_graph_follows_lengths_tables_and_scale(dtype: str) -> None:
     assert errors.ok, errors.failures
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", KERNELS)
 def test_same_results_as_the_simulator(dtype: str) -> None:
     here, there = variant(dtype, device="sim"), variant(dtype)
     here.backend.options = SimulatorOptions(sms=1)

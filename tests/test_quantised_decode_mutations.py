@@ -59,6 +59,31 @@ WIDE_MUTATIONS = (
     Mutation("codes of the other warpgroup's tile are read before its tail is cleared", "if (kWaitsFirst) wait_for_p();", "values[0].load_codes(base, stage, 0); if (kWaitsFirst) wait_for_p();", RACE),
 )  # fmt: skip
 
+# Of the schedule that stores V.
+STORED_MUTATIONS = (
+    Mutation("codes of a line that has not landed", "mbarrier_wait(full(base, wraps ? at - kRing : at), stage.lines.phase() ^ (wraps ? 1 : 0));", "", f"{RACE}|uninitialised"),
+    Mutation("scales that have not landed", "mbarrier_wait(scales_full(base, stage.scales.stage()), stage.scales.phase());", "", f"{RACE}|uninitialised"),
+    Mutation("a line is given back before the other lanes have read it", "__syncwarp();", "", RACE, behind="void release_lines(smem_t base, const Stage& stage) {"),
+    Mutation("the rotary part is given back before its product is done", "release_lines<kCodeLines, kLines>(base, stage);", "", f"{RACE}|arriv|deadlock"),
+    Mutation("scales are given back by one warp", "mbarrier_init(scales_empty(base, i), 4)", "mbarrier_init(scales_empty(base, i), 1)", ""),
+    Mutation("operands are replaced while products read them", "wgmma_wait<kOperands / kBatch - 1>();", "", "registers of lane"),
+    Mutation("scores are read before all products are done", "wgmma_wait<0>();\n  wgmma_fence_operand(s);", "wgmma_wait<1>(); wgmma_fence_operand(s);", f"accumulator of lane|{RACE}"),
+    Mutation("a tile of the other warpgroup is not waited for", "mbarrier_wait(scored(base, group ^ 1), turn.phase());", "", f"{RACE}|uninitialised|deadlock"),
+    Mutation("V is stored while others read that of the tile before", "if (step == 0) named_barrier_sync(kGroupBarrier + group, 128);", "", RACE),
+    Mutation("V and P are read without a fence", "fence_proxy_async();", "", "fence.proxy.async", behind="store_column_probabilities<Fp16, kRows>(p_at(base, group), s, state, 1.f);"),
+    Mutation("V and P are read before the others have stored them", "named_barrier_sync(barrier, 128);", "", f"{RACE}|uninitialised", behind="store_column_probabilities<Fp16, kRows>(p_at(base, group), s, state, 1.f);\n  fence_proxy_async();"),
+    Mutation("columns of V in the order of the operand", "2 * (lane_id() >> 4) + k", "2 * k + (lane_id() >> 4)", WRONG),
+    Mutation("scales of tokens that the request does not have", "token < left ? load_shared_s32(token_scales(scales, token) + 4 * subtile) : 0", "load_shared_s32(token_scales(scales, token) + 4 * subtile)", f"uninitialised|{WRONG}"),
+    Mutation("the rotary part is left out", "rope[i] * scale_log2 - kHeadroom", "-kHeadroom", f"{WRONG}|lse: "),
+    Mutation("probabilities without their headroom", "s[i] += kHeadroom;", "", f"{WRONG}|lse: "),
+    Mutation("O does not follow its rows' references", "scale_columns<kRows>(acc[c], rescale);", "", WRONG),
+    Mutation("O without the tensor's scale", "factor[j] *= unit;", "", WRONG),
+    Mutation("half of O is the other warpgroup's", "join_values(base, group, acc);", "", WRONG),
+    Mutation("Q is converted before it has landed", "mbarrier_wait(q_full(base, 0), query.phase());", "", f"{RACE}|uninitialised"),
+    Mutation("Q is read before the others have converted it", "named_barrier_sync(kPairBarrier, 256);", "", f"{RACE}|fence", behind=f"{CONVERT}\n      fence_proxy_async();"),
+    Mutation("the room of Q is given back before O has passed through it", "mbarrier_arrive(q_empty(base, 0));", "", "deadlock"),
+)  # fmt: skip
+
 
 @pytest.fixture(scope="session")
 def mutants(tmp_path_factory: pytest.TempPathFactory) -> Mutants:
@@ -94,5 +119,25 @@ def test_every_mutation_of_wide_tiles_is_caught(
     require_caught(WIDE_MUTATIONS[number], reports_of(wide_mutants.switch(number, monkeypatch)))
 
 
-def test_nothing_is_found_where_no_mutation_is_on(mutants: Mutants, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session")
+def stored_mutants(tmp_path_factory: pytest.TempPathFactory) -> Mutants:
+    folder = small_folder(
+        tmp_path_factory.mktemp("mutants") / "stored", "nvfp4", d_v=256, rows=16, stages=1, schedule="stored"
+    )
+    return Mutants.made(folder, STORED_MUTATIONS, tmp_path_factory)
+
+
+@pytest.mark.parametrize(
+    "number", range(len(STORED_MUTATIONS)), ids=lambda i: STORED_MUTATIONS[i].name.replace(" ", "-")
+)
+def test_every_mutation_of_the_stored_schedule_is_caught(
+    number: int, stored_mutants: Mutants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_caught(STORED_MUTATIONS[number], reports_of(stored_mutants.switch(number, monkeypatch)))
+
+
+def test_nothing_is_found_where_no_mutation_is_on(
+    mutants: Mutants, stored_mutants: Mutants, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not list(reports_of(mutants.switch(-1, monkeypatch)))
+    assert not list(reports_of(stored_mutants.switch(-1, monkeypatch)))

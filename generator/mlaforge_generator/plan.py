@@ -255,7 +255,7 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
                 narrow.append(_decode(spec, target, f"decode_{few}", "swapped", few, tokens, fewer))
     if options.tile_rows == "auto":
         why = "M of WGMMA; fewer rows are padded"
-        if schedule == "swapped":
+        if schedule in ("swapped", "stored"):
             why = f"N of WGMMA, for {spec.heads_per_rank} heads"
             if options.schedule == "auto":
                 why = "N of WGMMA; of many rows several tiles"
@@ -273,7 +273,10 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
 
 def _schedules(spec: Spec) -> tuple[str, ...]:
     """Name the schedules that read the cache."""
-    return ("auto", *TILE_ROWS) if spec.layout is None else ("auto", "swapped")
+    if spec.layout is None:
+        return ("auto", *TILE_ROWS)
+    # What is stored is an fp16 whatever the scale is, and no code is a NaN.
+    return ("auto", *CODED_TILE_ROWS) if spec.layout.scales == "e4m3" else ("auto", "swapped")
 
 
 def _tile_rows(spec: Spec, schedule: str) -> int:
@@ -847,13 +850,19 @@ def _swapped(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     )
 
 
+_Memory = tuple[tuple[SmemRegion, ...], tuple[Mbarrier, ...]]
+
+
 def _coded_memory(
-    spec: Spec, row: CodedRow, rows: int, tokens: int, ring: int, roles: tuple[WarpRole, ...]
-) -> tuple[tuple[SmemRegion, ...], tuple[Mbarrier, ...]]:
-    """Place the regions and mbarriers for a ring of so many lines."""
+    spec: Spec, row: CodedRow, rows: int, tokens: int, ring: int, roles: tuple[WarpRole, ...], stored: bool
+) -> _Memory:
+    """Place the regions and mbarriers for a ring of so many lines, of the schedule that stores V or the other."""
     subtiles = _subtiles(spec)
     regions = _Regions()
     regions.place("Q", "kOffsetQ", subtiles * rows * LINE, f"{rows} rows x {subtiles} subtiles")
+    if stored:
+        values = f"fp16, {tokens} x {spec.d_v}, a warpgroup"
+        regions.place("V", "kOffsetV", spec.d_v * tokens * ELEMENT_BYTES, values, 2)
     regions.place("K", "kOffsetK", tokens * LINE, f"{ring} lines of {tokens} tokens as they are in the cache", ring)
     probabilities = f"probabilities of a tile, {rows} x {tokens}"
     regions.place("P", "kOffsetP", rows * tokens * ELEMENT_BYTES, probabilities, _EXCHANGES)
@@ -868,25 +877,37 @@ def _coded_memory(
             "shares", "kOffsetShares", row.groups * tokens * 4, "scales of the token's largest, beside a P", _EXCHANGES
         )
     regions.place("terms", "kOffsetTerms", rows * 8, "float32 of a row: its scores' unit and its reference")
-    regions.place("factors", "kOffsetFactors", rows * 4, "float32 that scale a row of O, beside a P", _EXCHANGES)
+    if not stored:
+        regions.place("factors", "kOffsetFactors", rows * 4, "float32 that scale a row of O, beside a P", _EXCHANGES)
     regions.place("maxima", "kOffsetMaxima", 4 * rows * 4, "float32, of each warp, a warpgroup", 2)
-    regions.place("sums", "kOffsetSums", 8 * rows * 4, "float32, of each warp, by turns", 2)
-    regions.place("totals", "kOffsetTotals", rows * 4, "float32 that normalise O, a warpgroup", 2)
+    if stored:
+        statistics = "float32: sums of each warp, maxima; a warpgroup, by turns"
+        regions.place("statistics", "kOffsetStatistics", 5 * rows * 4, statistics, 4)
+    else:
+        regions.place("sums", "kOffsetSums", 8 * rows * 4, "float32, of each warp, by turns", 2)
+        regions.place("totals", "kOffsetTotals", rows * 4, "float32 that normalise O, a warpgroup", 2)
     regions.place("items", "kOffsetItems", 32, f"{_ITEMS} items of work", _ITEMS)
-    regions.place("raised", "kOffsetRaised", 16, "whether a P raised references; what all codes are multiplied with")
+    if stored:
+        regions.place("unit", "kOffsetUnit", 16, "what all codes are multiplied with")
+    else:
+        flags = "whether a P raised references; what all codes are multiplied with"
+        regions.place("raised", "kOffsetRaised", 16, flags)
     regions.place("schedule", "kOffsetSchedule", 32, "how the requests are cut, and what the mask hides")
     regions.place("splits", "kOffsetSplits", 32, "requests that the part shares with others")
     stages = row.scale_stages
+    readers = 4 if stored else 8
     scales = (
         Mbarrier("scales_full", stages, 1, tokens * row.scale_bytes, "the scales of a tile have landed"),
-        Mbarrier("scales_empty", stages, 8, 0, "the 8 warps have read them"),
+        Mbarrier("scales_empty", stages, readers, 0, f"the {readers} warps have read them"),
     )
     return regions.finish(
         (
             Mbarrier("full", ring, 1, tokens * LINE, "a line of the tokens' rows has landed"),
-            Mbarrier("empty", ring, 8, 0, "the 8 warps have finished with it"),
+            Mbarrier("empty", ring, readers, 0, f"the {readers} warps have finished with it"),
             *(scales if row.scale_bytes else ()),
-            Mbarrier("filled", _EXCHANGES, 4, 0, "the 4 warps of a warpgroup have stored P"),
+            Mbarrier("scored", 2, 4, 0, "a warpgroup's tile had landed")
+            if stored
+            else Mbarrier("filled", _EXCHANGES, 4, 0, "the 4 warps of a warpgroup have stored P"),
             Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
             Mbarrier("q_empty", 1, 256, 0, "the item is finished with it"),
             Mbarrier("item_full", _ITEMS, 1, 0, "the walker has written an item"),
@@ -897,31 +918,51 @@ def _coded_memory(
     )
 
 
+def _coded_ring(
+    spec: Spec, row: CodedRow, rows: int, tokens: int, stages: int, roles: tuple[WarpRole, ...], stored: bool
+) -> tuple[int, _Memory]:
+    """Give the lines of a ring of so many tiles, or of as many more as fit where that is open; and the memory."""
+    ring = row.lines * stages
+    memory = _coded_memory(spec, row, rows, tokens, ring, roles, stored)
+    if spec.kernels.decode.stages == "auto":
+        for more in range(ring + 1, min(row.lines * MAX_STAGES, ring + row.lines - 1) + 1):
+            larger = _coded_memory(spec, row, rows, tokens, more, roles, stored)
+            if _end(larger[0]) > TARGETS[spec.target].smem_per_block:
+                break
+            ring, memory = more, larger
+    return ring, memory
+
+
+def _coded_roles(consumer: int, loader: int, first: str, second: str) -> tuple[WarpRole, ...]:
+    """Give the roles, from the registers of their threads and what the warpgroups do."""
+    return (
+        WarpRole("warpgroup 0", 4, consumer, first),
+        WarpRole("warpgroup 1", 4, consumer, second),
+        WarpRole("tile loader", 1, loader, "TMA of K and its scales"),
+        WarpRole("query loader", 1, loader, "TMA of Q"),
+        WarpRole("walker", 1, loader, "finds the part's work"),
+        WarpRole("idle", 1, loader, "leaves at once; registers are given back by whole warpgroups"),
+    )
+
+
+_CODED_BARRIERS = (
+    NamedBarrier("kGroupBarrier", 1, 2, 128, "a warpgroup among itself"),
+    NamedBarrier("kPairBarrier", 3, 1, 256, "both warpgroups, at an item's ends and merging"),
+)
+
+
 def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     """The same on quantised rows: the ring holds lines of them, and the warpgroups share O by columns of V."""
     row = coded_row(spec, tokens)
     assert row is not None
     loader, consumer = (40, 232) if rows <= 32 else (24, 240)
     half = spec.d_v // 2
-    roles = (
-        WarpRole("warpgroup 0", 4, consumer, "every other tile: S^T = K Q^T, softmax; all: half of O^T += V^T P^T"),
-        WarpRole("warpgroup 1", 4, consumer, "the tiles between them, and the other half"),
-        WarpRole("tile loader", 1, loader, "TMA of K and its scales"),
-        WarpRole("query loader", 1, loader, "TMA of Q"),
-        WarpRole("walker", 1, loader, "finds the part's work"),
-        WarpRole("idle", 1, loader, "leaves at once; registers are given back by whole warpgroups"),
-    )
+    first = "every other tile: S^T = K Q^T, softmax; all: half of O^T += V^T P^T"
+    roles = _coded_roles(consumer, loader, first, "the tiles between them, and the other half")
     # O of 64 rows leaves registers for two operands and a sum of products.
     operands, batch = (4, 2) if rows <= 32 else (2, 1)
     sums = 2 if rows <= 32 and row.rope_lines else 1
-    ring = row.lines * stages
-    placed, mbarriers = _coded_memory(spec, row, rows, tokens, ring, roles)
-    if spec.kernels.decode.stages == "auto":
-        for more in range(ring + 1, min(row.lines * MAX_STAGES, ring + row.lines - 1) + 1):
-            larger = _coded_memory(spec, row, rows, tokens, more, roles)
-            if _end(larger[0]) > TARGETS[spec.target].smem_per_block:
-                break
-            ring, (placed, mbarriers) = more, larger
+    ring, (placed, mbarriers) = _coded_ring(spec, row, rows, tokens, stages, roles, stored=False)
     return _Arrangement(
         tile=Tile(
             rows,
@@ -943,10 +984,7 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
         ),
         regions=placed,
         mbarriers=mbarriers,
-        named_barriers=(
-            NamedBarrier("kGroupBarrier", 1, 2, 128, "a warpgroup among itself"),
-            NamedBarrier("kPairBarrier", 3, 1, 256, "both warpgroups, at an item's ends and merging"),
-        ),
+        named_barriers=_CODED_BARRIERS,
         roles=roles,
         registers=(
             RegisterUse("warpgroup 0", f"O, {half} x {rows} float32", rows * half // 128),
@@ -962,18 +1000,64 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
     )
 
 
+def _stored_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
+    """Each warpgroup has tiles of its own, whose codes it widens once, and stores as V."""
+    row = coded_row(spec, tokens)
+    assert row is not None
+    loader, consumer = 40, 232
+    first = "every other tile: S^T = K Q^T, softmax, O^T += V^T P^T"
+    roles = _coded_roles(consumer, loader, first, "the tiles between them")
+    operands, batch = 4, 1
+    sums = 2 if row.rope_lines else 1
+    ring, (placed, mbarriers) = _coded_ring(spec, row, rows, tokens, stages, roles, stored=True)
+    return _Arrangement(
+        tile=Tile(
+            rows,
+            tokens,
+            stages,
+            _subtiles(spec),
+            _rope_subtiles(spec),
+            _box_tokens(spec, tokens),
+            rope_stages=stages,
+            readers=1,
+            items=_ITEMS,
+            ring_subtiles=ring,
+            operands=operands,
+            batch=batch,
+            loads_ahead=2,
+            sums=sums,
+        ),
+        regions=placed,
+        mbarriers=mbarriers,
+        named_barriers=_CODED_BARRIERS,
+        roles=roles,
+        registers=(
+            RegisterUse("warpgroup 0", f"O, {spec.d_v} x {rows} float32", rows * spec.d_v // 128),
+            RegisterUse("warpgroup 0", f"S, {tokens} x {rows} float32: {sums} sums", sums * rows * tokens // 128),
+            RegisterUse("warpgroup 0", f"K, {operands} x {tokens} x 32 fp16", operands * tokens // 8),
+            RegisterUse("warpgroup 0", "maxima, sums of rows", rows // 2),
+            RegisterUse("warpgroup 0", "addresses, loops, work", 24),
+        ),
+        register_limits=(
+            RegisterLimit("kLoaderRegisters", loader),
+            RegisterLimit("kConsumerRegisters", consumer),
+        ),
+    )
+
+
 _ARRANGEMENTS: dict[str, _Arrange] = {"plain": _plain, "skewed": _skewed, "swapped": _swapped}
+_CODED_ARRANGEMENTS: dict[str, _Arrange] = {"swapped": _swapped_quantised, "stored": _stored_quantised}
 
 
 def _arrange(spec: Spec, schedule: str, rows: int, tokens: int, stages: int) -> _Arrangement:
-    arrange = _ARRANGEMENTS[schedule] if spec.layout is None else _swapped_quantised
+    arrange = (_ARRANGEMENTS if spec.layout is None else _CODED_ARRANGEMENTS)[schedule]
     return arrange(spec, rows, tokens, stages)
 
 
 TILE_ROWS: dict[str, tuple[int, ...]] = {"plain": (64,), "skewed": (64,), "swapped": (8, 16, 24, 32, 40, 48, 56)}
 """Rows of a tile that a schedule can have, by its name, on a cache of elements."""
-CODED_TILE_ROWS = (16, 32, 64)
-"""The same of the only one that there is on quantised rows."""
+CODED_TILE_ROWS: dict[str, tuple[int, ...]] = {"swapped": (16, 32, 64), "stored": (16,)}
+"""The same on quantised rows."""
 AUTO_TILE_ROWS = (16, 32, 40)
 """Of the swapped schedule's on elements, those of a spec that leaves them open, where they are possible. With 40 heads
 of (288, 256) and (320, 256) 40 rows are 2.0 and 0.8% faster than 64; 8, 24 and 48 are within 1% of the next, 56 is
@@ -985,7 +1069,7 @@ WIDE_TILE_COLUMNS = 256
 def tile_rows(spec: Spec, schedule: str) -> tuple[int, ...]:
     """Give the rows of a tile that a schedule can have for a spec."""
     if spec.layout is not None:
-        return CODED_TILE_ROWS
+        return CODED_TILE_ROWS[schedule]
     if schedule != "swapped":
         return TILE_ROWS[schedule]
     return tuple(rows for rows in TILE_ROWS[schedule] if _swapped_registers(spec, rows) <= _SWAPPED_CONSUMER)
@@ -1003,8 +1087,11 @@ _MIN_STAGES = {"plain": 2, "skewed": 2, "swapped": 1}
 """With one stage the scores of a tile would wait for room that only the products with the tile before give back."""
 
 
+_CODED_MIN_STAGES = {"swapped": 2, "stored": 1}
+
+
 def _min_stages(spec: Spec, schedule: str) -> int:
-    return _MIN_STAGES[schedule] if spec.layout is None else 2
+    return _MIN_STAGES[schedule] if spec.layout is None else _CODED_MIN_STAGES[schedule]
 
 
 def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *, at_most: bool = False) -> int | None:

@@ -123,15 +123,17 @@ class Cache(_Part):
 class Decode(_Part):
     """What the decode kernel may choose; auto leaves a choice to the planner."""
 
-    schedule: Literal["auto", "plain", "skewed", "swapped"] = Field(
-        default="auto", description="Which arrangement of warps, loads and multiplications is used."
+    schedule: Literal["auto", "plain", "skewed", "swapped", "stored"] = Field(
+        default="auto",
+        description="Which arrangement of warps, loads and multiplications is used. Quantised caches are read by "
+        "swapped, nvfp4 also by stored.",
     )
     tile_rows: Annotated[Literal["auto", 8, 16, 24, 32, 40, 48, 56, 64], _Listed] = Field(
         default="auto",
         description="Rows (heads times query tokens) that one thread block works on: in the swapped schedule multiples "
         "of 8 up to 56, as far as its registers hold kv_lora_rank columns of them, on a quantised cache 16, 32 or 64, "
-        "and 64 in the others. If this and the schedule are auto, there are several kernels, and a call takes the one "
-        "that its rows fill best.",
+        "in stored 16, and 64 in the others. If this and the schedule are auto, there are several kernels, and a call "
+        "takes the one that its rows fill best.",
     )
     tile_tokens: Annotated[Literal[64], _Listed] = Field(
         default=64, description="Cached tokens in one step of a thread block."
