@@ -50,12 +50,12 @@ def accept(mla: MLA, problems: list[Problem]) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-@pytest.mark.parametrize("dtype", KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
-def test_every_shape(dtype: str, pair: tuple[int, int], page_size: int) -> None:
-    mla = variant(dtype, *pair, page_size)
+def test_every_shape(kernel: str, pair: tuple[int, int], page_size: int) -> None:
+    mla = variant(kernel, *pair, page_size)
     problems = [problem for problem in EDGES if problem.logit_shift == 0]
-    rng = random.Random(f"{dtype} {pair} {page_size}")
+    rng = random.Random(f"{kernel} {pair} {page_size}")
     problems += [random_problem(rng, mla.manifest, 20_000) for _ in range(12)]
     if REDUCED:
         problems = [p for p in problems if p.tokens * p.s_q * p.h_q <= 100_000][:6]
@@ -63,25 +63,25 @@ def test_every_shape(dtype: str, pair: tuple[int, int], page_size: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 5, 8, 16, 17, 20, 32, 33, 64, 96, 128])
-@pytest.mark.parametrize("dtype", KERNELS)
-def test_every_head_count(dtype: str, heads: int) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_head_count(kernel: str, heads: int) -> None:
     lengths = (3_000, 1, 0, 77, 640)
     accept(
-        variant(dtype),
+        variant(kernel),
         [Problem(lengths=lengths, h_q=heads, s_q=s, causal=True, q_gain=g) for s in (1, 3) for g in (1, 32)],
     )
 
 
 @pytest.mark.skipif(REDUCED, reason="large")
-@pytest.mark.parametrize("dtype", KERNELS)
-def test_long(dtype: str) -> None:
-    accept(variant(dtype), [Problem(lengths=(300_000,), h_q=16), Problem(lengths=(131_072, *[300] * 40), h_q=32)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_long(kernel: str) -> None:
+    accept(variant(kernel), [Problem(lengths=(300_000,), h_q=16), Problem(lengths=(131_072, *[300] * 40), h_q=32)])
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("dtype", KERNELS)
-def test_50_runs_are_bit_identical(dtype: str, heads: int) -> None:
-    mla = variant(dtype)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_50_runs_are_bit_identical(kernel: str, heads: int) -> None:
+    mla = variant(kernel)
     inputs = make_inputs(Problem(lengths=(9_000, 100, 0, 700), h_q=heads, seed=5), mla.manifest, "cuda")
     call = (inputs.q, inputs.kv_cache, inputs.block_table, inputs.cache_seqlens)
     out, lse = mla.decode(*call, tensor_scale=inputs.tensor_scale)
@@ -90,9 +90,9 @@ def test_50_runs_are_bit_identical(dtype: str, heads: int) -> None:
         assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
 
-@pytest.mark.parametrize("dtype", KERNELS)
-def test_a_graph_follows_lengths_tables_and_scale(dtype: str) -> None:
-    mla = variant(dtype)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_graph_follows_lengths_tables_and_scale(kernel: str) -> None:
+    mla = variant(kernel)
     first = make_inputs(Problem(lengths=(900, 130, 64), h_q=16, seed=1), mla.manifest, "cuda")
     call = (first.q, first.kv_cache, first.block_table, first.cache_seqlens)
     scale = first.tensor_scale
@@ -115,9 +115,9 @@ def test_a_graph_follows_lengths_tables_and_scale(dtype: str) -> None:
     assert errors.ok, errors.failures
 
 
-@pytest.mark.parametrize("dtype", KERNELS)
-def test_same_results_as_the_simulator(dtype: str) -> None:
-    here, there = variant(dtype, device="sim"), variant(dtype)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_same_results_as_the_simulator(kernel: str) -> None:
+    here, there = variant(kernel, device="sim"), variant(kernel)
     here.backend.options = SimulatorOptions(sms=1)
     for problem in (Problem(lengths=(130, 0, 1), h_q=16, seed=1), Problem(lengths=(2, 70), s_q=3, h_q=10, causal=True)):
         inputs = make_inputs(problem, here.manifest, "cpu")

@@ -850,12 +850,9 @@ def _swapped(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     )
 
 
-_Memory = tuple[tuple[SmemRegion, ...], tuple[Mbarrier, ...]]
-
-
 def _coded_memory(
     spec: Spec, row: CodedRow, rows: int, tokens: int, ring: int, roles: tuple[WarpRole, ...], stored: bool
-) -> _Memory:
+) -> tuple[tuple[SmemRegion, ...], tuple[Mbarrier, ...]]:
     """Place the regions and mbarriers for a ring of so many lines, of the schedule that stores V or the other."""
     subtiles = _subtiles(spec)
     regions = _Regions()
@@ -918,51 +915,56 @@ def _coded_memory(
     )
 
 
-def _coded_ring(
-    spec: Spec, row: CodedRow, rows: int, tokens: int, stages: int, roles: tuple[WarpRole, ...], stored: bool
-) -> tuple[int, _Memory]:
-    """Give the lines of a ring of so many tiles, or of as many more as fit where that is open; and the memory."""
-    ring = row.lines * stages
-    memory = _coded_memory(spec, row, rows, tokens, ring, roles, stored)
-    if spec.kernels.decode.stages == "auto":
-        for more in range(ring + 1, min(row.lines * MAX_STAGES, ring + row.lines - 1) + 1):
-            larger = _coded_memory(spec, row, rows, tokens, more, roles, stored)
-            if _end(larger[0]) > TARGETS[spec.target].smem_per_block:
-                break
-            ring, memory = more, larger
-    return ring, memory
+def _coded(
+    spec: Spec,
+    rows: int,
+    tokens: int,
+    stages: int,
+    *,
+    stored: bool,
+    registers: tuple[int, int],
+    does: tuple[str, str],
+    operands: int,
+    batch: int,
+    loads_ahead: int,
+    sums: int,
+    uses: tuple[RegisterUse, ...],
+) -> _Arrangement:
+    """Arrange a schedule on quantised rows.
 
-
-def _coded_roles(consumer: int, loader: int, first: str, second: str) -> tuple[WarpRole, ...]:
-    """Give the roles, from the registers of their threads and what the warpgroups do."""
-    return (
-        WarpRole("warpgroup 0", 4, consumer, first),
-        WarpRole("warpgroup 1", 4, consumer, second),
+    Args:
+        spec: the spec.
+        rows: of a tile.
+        tokens: of a tile.
+        stages: tiles in the ring; more lines where the spec leaves that open and they fit.
+        stored: it is the one that stores V.
+        registers: of a loader's and of a consumer's thread.
+        does: what either warpgroup does.
+        operands: see Tile.
+        batch: see Tile.
+        loads_ahead: see Tile.
+        sums: see Tile.
+        uses: what a consumer's registers hold, beside the sums of scores and what all have.
+    """
+    row = coded_row(spec, tokens)
+    assert row is not None
+    loader, consumer = registers
+    roles = (
+        WarpRole("warpgroup 0", 4, consumer, does[0]),
+        WarpRole("warpgroup 1", 4, consumer, does[1]),
         WarpRole("tile loader", 1, loader, "TMA of K and its scales"),
         WarpRole("query loader", 1, loader, "TMA of Q"),
         WarpRole("walker", 1, loader, "finds the part's work"),
         WarpRole("idle", 1, loader, "leaves at once; registers are given back by whole warpgroups"),
     )
-
-
-_CODED_BARRIERS = (
-    NamedBarrier("kGroupBarrier", 1, 2, 128, "a warpgroup among itself"),
-    NamedBarrier("kPairBarrier", 3, 1, 256, "both warpgroups, at an item's ends and merging"),
-)
-
-
-def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
-    """The same on quantised rows: the ring holds lines of them, and the warpgroups share O by columns of V."""
-    row = coded_row(spec, tokens)
-    assert row is not None
-    loader, consumer = (40, 232) if rows <= 32 else (24, 240)
-    half = spec.d_v // 2
-    first = "every other tile: S^T = K Q^T, softmax; all: half of O^T += V^T P^T"
-    roles = _coded_roles(consumer, loader, first, "the tiles between them, and the other half")
-    # O of 64 rows leaves registers for two operands and a sum of products.
-    operands, batch = (4, 2) if rows <= 32 else (2, 1)
-    sums = 2 if rows <= 32 and row.rope_lines else 1
-    ring, (placed, mbarriers) = _coded_ring(spec, row, rows, tokens, stages, roles, stored=False)
+    ring = row.lines * stages
+    placed, mbarriers = _coded_memory(spec, row, rows, tokens, ring, roles, stored)
+    if spec.kernels.decode.stages == "auto":
+        for more in range(ring + 1, min(row.lines * MAX_STAGES, ring + row.lines - 1) + 1):
+            larger = _coded_memory(spec, row, rows, tokens, more, roles, stored)
+            if _end(larger[0]) > TARGETS[spec.target].smem_per_block:
+                break
+            ring, (placed, mbarriers) = more, larger
     return _Arrangement(
         tile=Tile(
             rows,
@@ -978,19 +980,20 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
             ring_subtiles=ring,
             operands=operands,
             batch=batch,
-            # Products wait for the scores' units of a group, and then for what was loaded too early.
-            loads_ahead=1 if row.groups > 1 else 2,
+            loads_ahead=loads_ahead,
             sums=sums,
         ),
         regions=placed,
         mbarriers=mbarriers,
-        named_barriers=_CODED_BARRIERS,
+        named_barriers=(
+            NamedBarrier("kGroupBarrier", 1, 2, 128, "a warpgroup among itself"),
+            NamedBarrier("kPairBarrier", 3, 1, 256, "both warpgroups, at an item's ends and merging"),
+        ),
         roles=roles,
         registers=(
-            RegisterUse("warpgroup 0", f"O, {half} x {rows} float32", rows * half // 128),
+            uses[0],
             RegisterUse("warpgroup 0", f"S, {tokens} x {rows} float32: {sums} sums", sums * rows * tokens // 128),
-            RegisterUse("warpgroup 0", f"K or V, {operands} x {tokens} x 32 fp16", operands * tokens // 8),
-            RegisterUse("warpgroup 0", "sums of rows", rows // 4),
+            *uses[1:],
             RegisterUse("warpgroup 0", "addresses, loops, work", 24),
         ),
         register_limits=(
@@ -1000,47 +1003,58 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
     )
 
 
+def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
+    """The same on quantised rows: the ring holds lines of them, and the warpgroups share O by columns of V."""
+    row = coded_row(spec, tokens)
+    assert row is not None
+    half = spec.d_v // 2
+    # O of 64 rows leaves registers for two operands and a sum of products.
+    operands, batch = (4, 2) if rows <= 32 else (2, 1)
+    return _coded(
+        spec,
+        rows,
+        tokens,
+        stages,
+        stored=False,
+        registers=(40, 232) if rows <= 32 else (24, 240),
+        does=(
+            "every other tile: S^T = K Q^T, softmax; all: half of O^T += V^T P^T",
+            "the tiles between them, and the other half",
+        ),
+        operands=operands,
+        batch=batch,
+        # Products wait for the scores' units of a group, and then for what was loaded too early.
+        loads_ahead=1 if row.groups > 1 else 2,
+        sums=2 if rows <= 32 and row.rope_lines else 1,
+        uses=(
+            RegisterUse("warpgroup 0", f"O, {half} x {rows} float32", rows * half // 128),
+            RegisterUse("warpgroup 0", f"K or V, {operands} x {tokens} x 32 fp16", operands * tokens // 8),
+            RegisterUse("warpgroup 0", "sums of rows", rows // 4),
+        ),
+    )
+
+
 def _stored_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     """Each warpgroup has tiles of its own, whose codes it widens once, and stores as V."""
     row = coded_row(spec, tokens)
     assert row is not None
-    loader, consumer = 40, 232
-    first = "every other tile: S^T = K Q^T, softmax, O^T += V^T P^T"
-    roles = _coded_roles(consumer, loader, first, "the tiles between them")
-    operands, batch = 4, 1
-    sums = 2 if row.rope_lines else 1
-    ring, (placed, mbarriers) = _coded_ring(spec, row, rows, tokens, stages, roles, stored=True)
-    return _Arrangement(
-        tile=Tile(
-            rows,
-            tokens,
-            stages,
-            _subtiles(spec),
-            _rope_subtiles(spec),
-            _box_tokens(spec, tokens),
-            rope_stages=stages,
-            readers=1,
-            items=_ITEMS,
-            ring_subtiles=ring,
-            operands=operands,
-            batch=batch,
-            loads_ahead=2,
-            sums=sums,
-        ),
-        regions=placed,
-        mbarriers=mbarriers,
-        named_barriers=_CODED_BARRIERS,
-        roles=roles,
-        registers=(
+    operands = 4
+    return _coded(
+        spec,
+        rows,
+        tokens,
+        stages,
+        stored=True,
+        registers=(40, 232),
+        does=("every other tile: S^T = K Q^T, softmax, O^T += V^T P^T", "the tiles between them"),
+        operands=operands,
+        batch=1,
+        loads_ahead=2,
+        sums=2 if row.rope_lines else 1,
+        uses=(
             RegisterUse("warpgroup 0", f"O, {spec.d_v} x {rows} float32", rows * spec.d_v // 128),
-            RegisterUse("warpgroup 0", f"S, {tokens} x {rows} float32: {sums} sums", sums * rows * tokens // 128),
             RegisterUse("warpgroup 0", f"K, {operands} x {tokens} x 32 fp16", operands * tokens // 8),
             RegisterUse("warpgroup 0", "maxima, sums of rows", rows // 2),
-            RegisterUse("warpgroup 0", "addresses, loops, work", 24),
-        ),
-        register_limits=(
-            RegisterLimit("kLoaderRegisters", loader),
-            RegisterLimit("kConsumerRegisters", consumer),
         ),
     )
 
