@@ -240,19 +240,22 @@ QUANTISED = ("fp8_e4m3", "fp8_e4m3_token", "fp8_ds_mla", "nvfp4")
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
-def test_a_quantised_cache_has_the_swapped_kernels(dtype: str) -> None:
+def test_the_kernels_of_a_quantised_cache(dtype: str) -> None:
     tree = load_spec(find_spec("deepseek_v3")).model_dump(exclude_none=True)
     tree["cache"]["dtype"] = dtype
     plan = make_plan(Spec.model_validate(tree))
     assert plan.spec.element == "bf16" and next(kernel.name for kernel in plan.kernels) == "gather"
     assert [each.tile.rows for each in plan.decodes] == [16, 32, 64]
     for each in plan.decodes:
-        assert each.schedule_name == "swapped" and each.template == "kernels/decode_swapped_quantised.cu.j2"
-        assert each.smem.total <= each.smem.limit and each.tile.ring_subtiles >= 2 * each.row.lines
+        stored = dtype == "nvfp4" and each.tile.rows == 16
+        assert each.schedule_name == ("stored" if stored else "swapped")
+        assert each.template == f"kernels/decode_{each.schedule_name}_quantised.cu.j2"
+        assert each.smem.total <= each.smem.limit and each.tile.ring_subtiles >= (2 - stored) * each.row.lines
         assert ("tensor_scale" in [parameter.name for parameter in each.parameters]) == each.row.tensor_scale
     choices = {choice.field: choice for choice in plan.choices}
     assert choices["kernels.decode.schedule"].value == "swapped"
     assert "registers" in choices["kernels.decode.schedule"].why
+    assert ("for 16 rows stored" in choices["kernels.decode.schedule"].why) == (dtype == "nvfp4")
 
 
 @pytest.mark.parametrize(("page_size", "why"), [(1, "issues 64 boxes"), (16, "issues 4 boxes"), (64, "so one box")])
@@ -282,13 +285,22 @@ def test_what_a_quantised_cache_cannot_have(settings: dict[str, str | int], matc
         make_plan(Spec.model_validate(tree))
 
 
-def test_a_cache_of_nvfp4_may_have_the_stored_kernel() -> None:
-    plan = plan_with("deepseek_v3_nvfp4", schedule="stored")
+@pytest.mark.parametrize("settings", [{"schedule": "stored"}, {"tile_rows": 16}])
+def test_a_cache_of_nvfp4_may_have_the_stored_kernel(settings: dict[str, str | int]) -> None:
+    plan = plan_with("deepseek_v3_nvfp4", **settings)
     for invariant in INVARIANTS:
         invariant(plan)
     assert plan.decodes == (plan.decode,) and plan.decode.tile.rows == 16
     assert plan.decode.template == "kernels/decode_stored_quantised.cu.j2"
-    assert {choice.field: choice.why for choice in plan.choices}["kernels.decode.tile_rows"].startswith("N of WGMMA")
+    left = "kernels.decode.tile_rows" if "schedule" in settings else "kernels.decode.schedule"
+    why = {choice.field: choice.why for choice in plan.choices}[left]
+    assert why.startswith("N of WGMMA" if "schedule" in settings else "of e2m1 it is the widening")
+
+
+def test_a_stored_kernel_that_there_is_not() -> None:
+    # Three stages have no room beside V.
+    plan = plan_with("deepseek_v3_nvfp4", tile_rows=16, stages=3)
+    assert plan.decode.schedule_name == "swapped"
     with pytest.raises(SpecError, match="the stored schedule has tiles of 16 rows; got 32; use 16 or another schedule"):
         plan_with("deepseek_v3_nvfp4", schedule="stored", tile_rows=32)
     with pytest.raises(SpecError, match="no stored kernel reads a cache of bf16; got stored; use auto or plain"):

@@ -73,7 +73,7 @@ KERNELS: dict[str, dict[str, str | int]] = {
     "fp8_e4m3_token, nothing behind the latent": {"dtype": "fp8_e4m3_token", "rope": 0, "page_size": 32},
     "fp8_ds_mla, three scales, pages of a token": {"dtype": "fp8_ds_mla", "d_v": 384, "page_size": 1},
     "nvfp4, a line and a half, pages of 128": {"dtype": "nvfp4", "d_v": 384, "page_size": 128},
-    "nvfp4, half a line": {"dtype": "nvfp4", "rope": 32},
+    "nvfp4, half a line, 16 rows": {"dtype": "nvfp4", "rope": 32, "rows": 16},
     "nvfp4, pages of a token": {"dtype": "nvfp4", "page_size": 1},
     "nvfp4 stored, half a line, one tile of lines": {**STORED, "rope": 32, "stages": 1},
     "nvfp4 stored, a line and a half, pages of 128": {**STORED, "d_v": 384, "page_size": 128},

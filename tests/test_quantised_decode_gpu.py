@@ -24,20 +24,21 @@ from test_decode_gpu import EDGES, REDUCED
 pytestmark = pytest.mark.gpu
 
 PAIRS = ((512, 64), (512, 0), (256, 64), (256, 32), (384, 48), (128, 16))
-KERNELS = (*FORMATS, "stored")
-"""Those that the formats have by themselves, and nvfp4's of another schedule."""
+OTHERS = {"stored": ("nvfp4", "stored", "auto"), "swapped": ("nvfp4", "swapped", 16)}
+"""Schedules and rows of a tile that a format has by itself for other calls, or not at all."""
+KERNELS = (*FORMATS, *OTHERS)
 
 
 @functools.cache
 def variant(name: str, rank: int = 512, rope: int = 64, page_size: int = 64, device: str = "cuda") -> MLA:
-    dtype, schedule = ("nvfp4", "stored") if name == "stored" else (name, "auto")
+    dtype, schedule, rows = OTHERS.get(name, (name, "auto", "auto"))
     path = Path(tempfile.mkdtemp()) / "spec.yaml"
     path.write_text(
         f"name: {name}\n"
         f"model: {{num_attention_heads: 128, kv_lora_rank: {rank}, qk_nope_head_dim: 128, qk_rope_head_dim: {rope},"
         " v_head_dim: 128}\n"
         f"cache: {{dtype: {dtype}, page_size: {page_size}}}\n"
-        f"kernels: {{decode: {{schedule: {schedule}}}}}\n"
+        f"kernels: {{decode: {{schedule: {schedule}, tile_rows: {rows}}}}}\n"
     )
     return mlaforge.load(path, device=device)
 

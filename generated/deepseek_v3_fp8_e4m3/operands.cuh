@@ -66,7 +66,7 @@ struct Operand<E2m1> {
   static constexpr int kSubtilesPerLine = 4;
   static constexpr int kStepsPerLoad = 2;
   static constexpr int kGroup = 32;
-  static constexpr float kUnit = 64.f;
+  static constexpr float kUnit = 0x1p14f;
   static constexpr int kUnitsPerPiece = 2;
   template <int Units>
   static constexpr int kPieces = (Units + 1) / 2;  // an odd number begins or ends inside of one
@@ -79,7 +79,7 @@ struct Operand<E2m1> {
 
   // Place 16t + 8h + 2q + e of 32.
   static constexpr MLAFORGE_DEVICE int column(int place) {
-    return (place & ~31) | (place >> 1 & 3) << 3 | (place >> 3 & 1) << 2 | (place & 1) << 1 | (place >> 4 & 1);
+    return (place & ~31) | (place >> 1 & 3) << 3 | (place & 1) << 2 | (place >> 3 & 1) << 1 | (place >> 4 & 1);
   }
 
   static MLAFORGE_DEVICE void widen(const uint32_t (&words)[4], int half, uint32_t (&a)[8]) {
@@ -93,11 +93,10 @@ struct Operand<E2m1> {
   }
 
   static MLAFORGE_DEVICE void widen_pairs(uint32_t word, int half, uint32_t& first, uint32_t& second) {
-    uint32_t even, odd;
-    spread_e2m1(word, even, odd);
-    const uint32_t pairs = permute_bytes(even, odd, half == 0 ? 0x6420 : 0x7531);
-    first = widen_low<E4m3>(pairs);
-    second = widen_high<E4m3>(pairs);
+    uint32_t pairs[4];
+    widen_e2m1(word, pairs);
+    first = half == 0 ? pairs[0] : pairs[1];
+    second = half == 0 ? pairs[2] : pairs[3];
   }
 };
 

@@ -387,6 +387,7 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int
   };
 #pragma unroll
   for (int number = 0; number < kAhead; ++number) load(number);
+  uint32_t scales_of[2];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int number = step / Operand::kStepsPerLoad;
@@ -397,15 +398,18 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int
     uint32_t(&now)[8] = a[step % kOperands];
     wgmma_fence_operand(now);
     Operand::widen(words[number % (kAhead + 1)], half, now);
-    // Two products' columns are in two blocks; this lane's are all in one of them.
-    const uint32_t selector = 0x4400 | (2 * half + (lane_id() >> 1 & 1)) * 0x11;
-    uint32_t scale[2];
+    // Two products' columns are in two blocks; this lane's are all in one of them. Both steps of a load have theirs as a pair.
+    if (half == 0) {
+      const uint32_t selector = 0x4420 + (lane_id() >> 1 & 1) * 0x11;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      scale[e] = widen_low<E4m3>(permute_bytes(static_cast<uint32_t>(blocks[number % (kAhead + 1)][e]), 0, selector));
+      for (int e = 0; e < 2; ++e) {
+        scales_of[e] = widen_low<E4m3>(permute_bytes(static_cast<uint32_t>(blocks[number % (kAhead + 1)][e]), 0, selector));
+      }
     }
 #pragma unroll
-    for (int e = 0; e < 8; ++e) now[e] = multiply2(now[e], scale[e % 2]);
+    for (int e = 0; e < 8; ++e) {
+      now[e] = half == 0 ? multiply2_by<0>(now[e], scales_of[e % 2]) : multiply2_by<1>(now[e], scales_of[e % 2]);
+    }
     if (half == 0 && number + 1 < kLoads) keep_behind(now[7], words[(number + 1) % (kAhead + 1)][0], nothing);
     wgmma_fence_operand(now);
     if (step % kBatch != kBatch - 1 && step != kSteps - 1) continue;

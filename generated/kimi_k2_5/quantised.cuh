@@ -50,12 +50,12 @@ struct Codes<E2m1> {
   }
   static MLAFORGE_DEVICE void decode(const uint32_t* words, float (&x)[8]) {
     uint32_t pairs[4];
-    widen_e2m1(words[0], pairs);  // 64ths of elements 0 and 2, 4 and 6, 1 and 3, 5 and 7
+    widen_e2m1(words[0], pairs);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const int e = k / 2 + k % 2 * 4;
-      x[e] = unpack_low<Fp16>(pairs[k]) * 64.f;
-      x[e + 2] = unpack_high<Fp16>(pairs[k]) * 64.f;
+      const int e = k / 2 + k % 2 * 2;
+      x[e] = unpack_low<Fp16>(pairs[k]) * 0x1p14f;
+      x[e + 4] = unpack_high<Fp16>(pairs[k]) * 0x1p14f;
     }
   }
 };

@@ -135,26 +135,46 @@ MLAFORGE_DEVICE uint32_t widen_high<E4m3>(uint32_t x) {
   return r;
 }
 
-// Eight e2m1, the first in the lowest bits, as e4m3 of a 64th of their value: elements 0, 2, 4, 6 and 1, 3, 5, 7.
-MLAFORGE_DEVICE void spread_e2m1(uint32_t x, uint32_t& even, uint32_t& odd) {
-  // Sign, exponent and mantissa where e4m3 has them, whose exponent means 2^6 less.
-  even = (x << 4 & 0x80808080u) | (x << 2 & 0x1c1c1c1cu);
-  odd = (x & 0x80808080u) | (x >> 2 & 0x1c1c1c1cu);
+// Bits of x where those of `mask` are set, else of y. The compiler would spread this over what is done with it.
+MLAFORGE_DEVICE uint32_t select_bits(uint32_t mask, uint32_t x, uint32_t y) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(x), "r"(y));
+  return r;
 }
-// The same as fp16: elements 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+
+// Eight e2m1, the first in the lowest bits, as fp16 of 2^-14 of their value: elements 0 and 4, 2 and 6, 1 and 5, 3 and 7.
 MLAFORGE_DEVICE void widen_e2m1(uint32_t x, uint32_t (&r)[4]) {
-  uint32_t even, odd;
-  spread_e2m1(x, even, odd);
-  r[0] = widen_low<E4m3>(even);
-  r[1] = widen_high<E4m3>(even);
-  r[2] = widen_low<E4m3>(odd);
-  r[3] = widen_high<E4m3>(odd);
+  // Sign, exponent and mantissa where the upper byte of an fp16 has them, whose exponent means 2^14 less.
+  constexpr uint32_t kSigns = 0x80808080u;
+  constexpr uint32_t kUpper = 0x8e008e00u;
+  const uint32_t even = select_bits(kSigns, x << 4, x << 1);
+  const uint32_t odd = select_bits(kSigns, x, x >> 3);
+  r[0] = even << 8 & kUpper;
+  r[1] = even & kUpper;
+  r[2] = odd << 8 & kUpper;
+  r[3] = odd & kUpper;
 }
 
 // Products of two pairs of fp16, rounded to nearest even.
 MLAFORGE_DEVICE uint32_t multiply2(uint32_t x, uint32_t y) {
   uint32_t r;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+
+// A pair of fp16 times one of another pair, the `Which`th.
+template <int Which>
+MLAFORGE_DEVICE uint32_t multiply2_by(uint32_t x, uint32_t pair) {
+  uint32_t r;
+  if constexpr (Which == 0) {
+    asm("{\n.reg .b16 l, h;\n.reg .b32 both;\nmov.b32 {l, h}, %2;\nmov.b32 both, {l, l};\nmul.rn.f16x2 %0, %1, both;\n}"
+        : "=r"(r)
+        : "r"(x), "r"(pair));
+  } else {
+    asm("{\n.reg .b16 l, h;\n.reg .b32 both;\nmov.b32 {l, h}, %2;\nmov.b32 both, {h, h};\nmul.rn.f16x2 %0, %1, both;\n}"
+        : "=r"(r)
+        : "r"(x), "r"(pair));
+  }
   return r;
 }
 

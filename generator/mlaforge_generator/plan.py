@@ -237,7 +237,7 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
         problem = f"no {schedule} kernel reads a cache of {spec.cache.dtype}; got {schedule}; use {names}"
         raise SpecError([spec.problem("kernels.decode.schedule", problem)])
     if schedule == "auto":
-        schedule, why = _schedule(spec)
+        schedule, why = _schedule(spec, target)
         choices.append(Choice("kernels.decode.schedule", schedule, why))
     rows = _tile_rows(spec, schedule) if options.tile_rows == "auto" else options.tile_rows
     if rows not in tile_rows(spec, schedule):
@@ -250,9 +250,10 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
     narrow: list[DecodePlan] = []
     if options.schedule == options.tile_rows == "auto":
         for few in (each for each in _auto_tile_rows(spec, "swapped") if each < rows):
-            fewer = _stages(spec, "swapped", few, tokens, target, at_most=True)
+            of_few = _narrow_schedule(spec, few)
+            fewer = _stages(spec, of_few, few, tokens, target, at_most=True)
             if fewer is not None:
-                narrow.append(_decode(spec, target, f"decode_{few}", "swapped", few, tokens, fewer))
+                narrow.append(_decode(spec, target, f"decode_{few}", of_few, few, tokens, fewer))
     if options.tile_rows == "auto":
         why = "M of WGMMA; fewer rows are padded"
         if schedule in ("swapped", "stored"):
@@ -902,7 +903,7 @@ def _coded_memory(
             Mbarrier("full", ring, 1, tokens * LINE, "a line of the tokens' rows has landed"),
             Mbarrier("empty", ring, readers, 0, f"the {readers} warps have finished with it"),
             *(scales if row.scale_bytes else ()),
-            Mbarrier("scored", 2, 4, 0, "a warpgroup's tile had landed")
+            Mbarrier("seen", 2, 4, 0, "a warpgroup's tile has landed")
             if stored
             else Mbarrier("filled", _EXCHANGES, 4, 0, "the 4 warps of a warpgroup have stored P"),
             Mbarrier("q_full", 1, 1, subtiles * rows * LINE, "Q has landed"),
@@ -1038,7 +1039,7 @@ def _stored_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arran
     """Each warpgroup has tiles of its own, whose codes it widens once, and stores as V."""
     row = coded_row(spec, tokens)
     assert row is not None
-    operands = 4
+    operands = 2
     return _coded(
         spec,
         rows,
@@ -1123,9 +1124,21 @@ def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *
     return None
 
 
-def _schedule(spec: Spec) -> tuple[str, str]:
+def _narrow_schedule(spec: Spec, rows: int) -> str:
+    """Name the schedule of a kernel with tiles of few rows."""
+    return "stored" if "stored" in _schedules(spec) and rows in CODED_TILE_ROWS["stored"] else "swapped"
+
+
+def _schedule(spec: Spec, target: Target) -> tuple[str, str]:
     """Choose a schedule and say why."""
     if spec.layout is not None:
+        options = spec.kernels.decode
+        if options.tile_rows != "auto" and _narrow_schedule(spec, options.tile_rows) == "stored":
+            if _stages(spec, "stored", options.tile_rows, options.tile_tokens, target) is not None:
+                return "stored", "of e2m1 it is the widening that takes time: once a code"
+        elif options.tile_rows == "auto" and "stored" in _schedules(spec):
+            few = CODED_TILE_ROWS["stored"][-1]
+            return "swapped", f"products with codes take them from registers; for {few} rows stored, which widens codes once"
         return "swapped", "products with codes take them from registers"
     if spec.kernels.decode.tile_rows in TILE_ROWS["swapped"]:
         return "swapped", "the one with tiles of so few rows"

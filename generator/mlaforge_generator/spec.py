@@ -126,7 +126,7 @@ class Decode(_Part):
     schedule: Literal["auto", "plain", "skewed", "swapped", "stored"] = Field(
         default="auto",
         description="Which arrangement of warps, loads and multiplications is used. Quantised caches are read by "
-        "swapped, nvfp4 also by stored.",
+        "swapped, nvfp4 also by stored, which auto has for calls of up to 16 rows.",
     )
     tile_rows: Annotated[Literal["auto", 8, 16, 24, 32, 40, 48, 56, 64], _Listed] = Field(
         default="auto",

@@ -224,29 +224,24 @@ template <class Element>
 uint32_t widen_high(uint32_t x) {
   return sim::widened(x, [x](int i) { return sim::widen(Element{}, static_cast<std::uint8_t>(x >> (16 + 8 * i))); });
 }
-inline void spread_e2m1(uint32_t x, uint32_t& even, uint32_t& odd) {
-  even = odd = 0;
-  for (int i = 0; i < 8; ++i) {
-    // A 64th of the value: sign and, below the exponent of 1, the number in steps of 2^-7 or a normal one.
-    constexpr std::uint8_t kCodes[8] = {0x00, 0x04, 0x08, 0x0c, 0x10, 0x14, 0x18, 0x1c};
-    const uint32_t code = x >> 4 * i & 15;
-    const uint32_t e4m3 = kCodes[code & 7] | (code & 8) << 4;
-    (i % 2 == 0 ? even : odd) |= e4m3 << 8 * (i / 2);
-  }
-}
 inline void widen_e2m1(uint32_t x, uint32_t (&r)[4]) {
   constexpr float kValues[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
   for (int pair = 0; pair < 4; ++pair) {
     const auto value = [&](int i) {
-      // Elements 0 and 2, 4 and 6, 1 and 3, 5 and 7. All bits are numbers, so that what is undefined can't be told.
-      const uint32_t code = x >> 4 * (pair % 2 * 4 + pair / 2 + 2 * i);
-      return (code & 8 ? -kValues[code & 7] : kValues[code & 7]) / 64.f;
+      // Elements 0 and 4, 2 and 6, 1 and 5, 3 and 7. All bits are numbers, so that what is undefined can't be told.
+      const uint32_t code = x >> 4 * (pair % 2 * 2 + pair / 2 + 4 * i);
+      return (code & 8 ? -kValues[code & 7] : kValues[code & 7]) * 0x1p-14f;
     };
     r[pair] = pack2<Fp16>(value(0), value(1));
   }
 }
 inline uint32_t multiply2(uint32_t x, uint32_t y) {
   return pack2<Fp16>(unpack_low<Fp16>(x) * unpack_low<Fp16>(y), unpack_high<Fp16>(x) * unpack_high<Fp16>(y));
+}
+template <int Which>
+uint32_t multiply2_by(uint32_t x, uint32_t pair) {
+  const uint32_t one = pair >> 16 * Which & 0xffff;
+  return multiply2(x, one * 0x10001u);
 }
 inline uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t both = static_cast<uint64_t>(y) << 32 | x;
