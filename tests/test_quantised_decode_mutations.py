@@ -32,8 +32,9 @@ MUTATIONS = (
     Mutation("the scale of the token before", "token / Config::kBoxTokens * kScaleBoxBytes + token % Config::kBoxTokens * kScaleBytes", "(token > 0 ? token - 1 : 0) / Config::kBoxTokens * kScaleBoxBytes + (token > 0 ? token - 1 : 0) % Config::kBoxTokens * kScaleBytes", WRONG),
     Mutation("scales that have not landed", "mbarrier_wait(scales_full(base, stage.scales.stage()), stage.scales.phase());", "", f"{RACE}|uninitialised"),
     Mutation("scales are given back before they were read", "mbarrier_init(scales_empty(base, i), 8)", "mbarrier_init(scales_empty(base, i), 1)", ""),
-    Mutation("scores on the way to another scale", "ratio(unit, next)", "ratio(next, unit)", f"{WRONG}|lse: "),
-    Mutation("scores by the first scale", "store_shared_f32(grade_at(base, group, kLastUnit) + 4 * token, unit);", "store_shared_f32(grade_at(base, group, kLastUnit) + 4 * token, load_scale(scales, left, token, 0));", f"{WRONG}|lse: "),
+    Mutation("scores by the first group's scale", "of.groups[e / 2 % 2][g]", "of.groups[e / 2 % 2][0]", f"{WRONG}|lse: "),
+    Mutation("a group's sum goes on from what is there", "k % (2 * kGroupSteps) > 0", "k > 0", f"{WRONG}|lse: |uninitialised|accumulator"),
+    Mutation("V of a token by the share of the one before", "pack2<Fp16>(share, next)", "pack2<Fp16>(share, share)", WRONG),
     Mutation("V without its group's scale", "now[4 * i + e] = multiply2(now[4 * i + e], factors[e / 2]);", "", WRONG),
     Mutation("probabilities without their token's scale", "pack2<Fp16>(p[0] * of.token[k / 2 % 2], p[1] * of.token[k / 2 % 2])", "pack2<Fp16>(p[0], p[1])", WRONG),
     Mutation("scores without Q's unit", "unit * bits_float((exponent - 14) << 23)", "unit", f"{WRONG}|lse: ", file="operands.cuh"),
@@ -59,6 +60,12 @@ WIDE_MUTATIONS = (
     Mutation("codes of the other warpgroup's tile are read before its tail is cleared", "if (kWaitsFirst) wait_for_p();", "values[0].load_codes(base, stage, 0); if (kWaitsFirst) wait_for_p();", RACE),
 )  # fmt: skip
 
+# Of wide tiles of several scales a token, whose scores are summed up in units of one after the other.
+GRADED_MUTATIONS = (
+    Mutation("scores on the way to another scale", "ratio(unit, next)", "ratio(next, unit)", f"{WRONG}|lse: "),
+    Mutation("scores by the first scale", "store_shared_f32(grade_at(base, group, kLastUnit) + 4 * token, unit);", "store_shared_f32(grade_at(base, group, kLastUnit) + 4 * token, load_scale(scales, left, token, 0));", f"{WRONG}|lse: "),
+)  # fmt: skip
+
 # Of the schedule that stores V.
 STORED_MUTATIONS = (
     Mutation("codes of a line that has not landed", "mbarrier_wait(full(base, wraps ? at - kRing : at), stage.lines.phase() ^ (wraps ? 1 : 0));", "", f"{RACE}|uninitialised"),
@@ -73,7 +80,7 @@ STORED_MUTATIONS = (
     Mutation("V and P are read without a fence", "fence_proxy_async();", "", "fence.proxy.async", behind="store_column_probabilities<Fp16, kRows>(p_at(base, group), s, state, 1.f);"),
     Mutation("V and P are read before the others have stored them", "named_barrier_sync(barrier, 128);", "", f"{RACE}|uninitialised", behind="store_column_probabilities<Fp16, kRows>(p_at(base, group), s, state, 1.f);\n  fence_proxy_async();"),
     Mutation("columns of V in the order of the operand", "2 * (lane_id() >> 4) + k", "2 * k + (lane_id() >> 4)", WRONG),
-    Mutation("scales of tokens that the request does not have", "if (token < left) load_shared_v4(at + 4 * first, four);", "load_shared_v4(at + 4 * first, four);", f"uninitialised|{WRONG}"),
+    Mutation("scales of tokens that the request does not have", "if (token >= left) return;", "", f"uninitialised|{WRONG}"),
     Mutation("the second step of a load has the first one's scales", "multiply2_by<1>(now[e], scales_of[e % 2])", "multiply2_by<0>(now[e], scales_of[e % 2])", WRONG),
     Mutation("the other warpgroup's tile is said to be there before it is", "wait_tile(base, stage);\n  release(seen(base, group));", "release(seen(base, group));\n  wait_tile(base, stage);", f"{RACE}|uninitialised|deadlock"),
     Mutation("the rotary part is left out", "rope[i] * scale_log2 - kHeadroom", "-kHeadroom", f"{WRONG}|lse: "),
@@ -119,6 +126,21 @@ def test_every_mutation_of_wide_tiles_is_caught(
     number: int, wide_mutants: Mutants, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_caught(WIDE_MUTATIONS[number], reports_of(wide_mutants.switch(number, monkeypatch)))
+
+
+@pytest.fixture(scope="session")
+def graded_mutants(tmp_path_factory: pytest.TempPathFactory) -> Mutants:
+    folder = small_folder(tmp_path_factory.mktemp("mutants") / "graded", "fp8_ds_mla", d_v=256, rows=64)
+    return Mutants.made(folder, GRADED_MUTATIONS, tmp_path_factory)
+
+
+@pytest.mark.parametrize(
+    "number", range(len(GRADED_MUTATIONS)), ids=lambda i: GRADED_MUTATIONS[i].name.replace(" ", "-")
+)
+def test_every_mutation_of_grades_is_caught(
+    number: int, graded_mutants: Mutants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_caught(GRADED_MUTATIONS[number], reports_of(graded_mutants.switch(number, monkeypatch)))
 
 
 @pytest.fixture(scope="session")

@@ -75,23 +75,23 @@ static_assert(kRing >= 2 * kLines, "a tile is multiplied with P beside the score
 constexpr int kScaleStages = 4;  // tiles' scales
 constexpr int kScaleBoxBytes = 1024;  // from the scales of one copy's tokens to the next copy's
 
-// ---- Shared memory, bytes from the base (229992 of 232448) ---------------------------------------
+// ---- Shared memory, bytes from the base (228968 of 232448) ---------------------------------------
 constexpr int kOffsetQ = 0;  // 73728: 64 rows x 9 subtiles
 constexpr int kOffsetK = 73728;  // 122880: 15 lines of 64 tokens as they are in the cache
 constexpr int kOffsetP = 196608;  // 16384: probabilities of a tile, 64 x 64
 constexpr int kOffsetScales = 212992;  // 4096: of 4 tiles
 constexpr int kOffsetGrades = 217088;  // 2560: float32 that lead from one scale of a token to the next
-constexpr int kOffsetShares = 219648;  // 2048: scales of the token's largest, beside a P
-constexpr int kOffsetTerms = 221696;  // 512: float32 of a row: its scores' unit and its reference
-constexpr int kOffsetFactors = 222208;  // 512: float32 that scale a row of O, beside a P
-constexpr int kOffsetMaxima = 222720;  // 2048: float32, of each warp, a warpgroup
-constexpr int kOffsetSums = 224768;  // 4096: float32, of each warp, by turns
-constexpr int kOffsetTotals = 228864;  // 512: float32 that normalise O, a warpgroup
-constexpr int kOffsetItems = 229376;  // 128: 4 items of work
-constexpr int kOffsetRaised = 229504;  // 16: whether a P raised references; what all codes are multiplied with
-constexpr int kOffsetSchedule = 229520;  // 32: how the requests are cut, and what the mask hides
-constexpr int kOffsetSplits = 229552;  // 32: requests that the part shares with others
-constexpr int kOffsetBarriers = 229584;  // 408: mbarriers, in the order of the plan
+constexpr int kOffsetShares = 219648;  // 1024: fp16, what a scale is of the token's largest, beside a P
+constexpr int kOffsetTerms = 220672;  // 512: float32 of a row: its scores' unit and its reference
+constexpr int kOffsetFactors = 221184;  // 512: float32 that scale a row of O, beside a P
+constexpr int kOffsetMaxima = 221696;  // 2048: float32, of each warp, a warpgroup
+constexpr int kOffsetSums = 223744;  // 4096: float32, of each warp, by turns
+constexpr int kOffsetTotals = 227840;  // 512: float32 that normalise O, a warpgroup
+constexpr int kOffsetItems = 228352;  // 128: 4 items of work
+constexpr int kOffsetRaised = 228480;  // 16: whether a P raised references; what all codes are multiplied with
+constexpr int kOffsetSchedule = 228496;  // 32: how the requests are cut, and what the mask hides
+constexpr int kOffsetSplits = 228528;  // 32: requests that the part shares with others
+constexpr int kOffsetBarriers = 228560;  // 408: mbarriers, in the order of the plan
 constexpr int kOffsetScratch = 196608;  // 152: prefix sums, extremes
 constexpr int kLineBytes = kTokens * 128;
 constexpr int kQSubtileBytes = kRows * 128;
@@ -126,23 +126,23 @@ MLAFORGE_DEVICE smem_t factors_at(smem_t base, int buffer) { return base + kOffs
 MLAFORGE_DEVICE smem_t raised_at(smem_t base, int buffer) { return base + kOffsetRaised + 4 * buffer; }
 constexpr int kOffsetUnit = kOffsetRaised + 4 * kExchanges;
 MLAFORGE_DEVICE smem_t shares_at(smem_t base, int buffer, int g) {
-  return base + kOffsetShares + (buffer * kGroups + g) * (4 * kTokens);
+  return base + kOffsetShares + (buffer * kGroups + g) * (2 * kTokens);
 }
 MLAFORGE_DEVICE smem_t maxima_at(smem_t base, int group) { return base + kOffsetMaxima + group * (16 * kRows); }
 MLAFORGE_DEVICE smem_t sums_at(smem_t base, int buffer, int warp) {
   return base + kOffsetSums + (8 * buffer + warp) * (4 * kRows);
 }
 MLAFORGE_DEVICE smem_t totals_at(smem_t base, int group) { return base + kOffsetTotals + group * (4 * kRows); }
-MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 229584 + 8 * i; }  // 15: a line of the tokens' rows has landed
-MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 229704 + 8 * i; }  // 15: the 8 warps have finished with it
-MLAFORGE_DEVICE smem_t scales_full(smem_t base, int i) { return base + 229824 + 8 * i; }  // 4: the scales of a tile have landed
-MLAFORGE_DEVICE smem_t scales_empty(smem_t base, int i) { return base + 229856 + 8 * i; }  // 4: the 8 warps have read them
-MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 229888 + 8 * i; }  // 2: the 4 warps of a warpgroup have stored P
-MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 229904 + 8 * i; }  // 1: Q has landed
-MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 229912 + 8 * i; }  // 1: the item is finished with it
-MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 229920 + 8 * i; }  // 4: the walker has written an item
-MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 229952 + 8 * i; }  // 4: the other roles are done with it
-MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 229984 + 8 * i; }  // 1: partial results that the part merges have landed
+MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 228560 + 8 * i; }  // 15: a line of the tokens' rows has landed
+MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 228680 + 8 * i; }  // 15: the 8 warps have finished with it
+MLAFORGE_DEVICE smem_t scales_full(smem_t base, int i) { return base + 228800 + 8 * i; }  // 4: the scales of a tile have landed
+MLAFORGE_DEVICE smem_t scales_empty(smem_t base, int i) { return base + 228832 + 8 * i; }  // 4: the 8 warps have read them
+MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 228864 + 8 * i; }  // 2: the 4 warps of a warpgroup have stored P
+MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 228880 + 8 * i; }  // 1: Q has landed
+MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 228888 + 8 * i; }  // 1: the item is finished with it
+MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 228896 + 8 * i; }  // 4: the walker has written an item
+MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 228928 + 8 * i; }  // 4: the other roles are done with it
+MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 228960 + 8 * i; }  // 1: partial results that the part merges have landed
 MLAFORGE_DEVICE smem_t scales_at(smem_t base, int stage) {
   return base + kOffsetScales + stage * (kTokens / Config::kBoxTokens * kScaleBoxBytes);
 }
@@ -391,14 +391,18 @@ MLAFORGE_DEVICE void grade_tokens(smem_t base, int group, smem_t scales, int lef
   __syncwarp();
 }
 
-// V is multiplied with what the columns' scales are of the token's largest, rounded as elements of fp16 are.
+// V is multiplied with what the columns' scales are of the token's largest, rounded as elements of fp16 are. Two tokens' stand
+// together, as products with V need them.
 MLAFORGE_DEVICE void store_shares(smem_t base, int group, int buffer, smem_t scales, int left) {
-  if (lane_id() >= 16) return;
-  const int token = 16 * group_warp() + lane_id();
+  const int token = 16 * group_warp() + lane_id() % 16;
   const float inverse = ratio(1.f, load_shared_f32(grade_at(base, group, kLargest) + 4 * token));
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    store_shared_f32(shares_at(base, buffer, g) + 4 * token, load_scale(scales, left, token, g) * inverse);
+    const float share = load_scale(scales, left, token, g) * inverse;
+    const float next = shuffle_xor(share, 1);
+    if (lane_id() < 16 && lane_id() % 2 == 0) {
+      store_shared_s32(shares_at(base, buffer, g) + 2 * token, static_cast<int32_t>(pack2<Fp16>(share, next)));
+    }
   }
 }
 
@@ -522,7 +526,7 @@ struct Values {
   uint32_t codes[kPieces][2];  // of each piece a word of the first 8 tokens and one of the others
   // The columns of a warp are under one word of scales, but for three units.
   static constexpr int kScales = kUnits == 3 ? 3 : 1;
-  float shares[kScales][2][2];  // of the same tokens
+  uint32_t shares[kScales][2];  // of the same tokens, two and two
 
   MLAFORGE_DEVICE void load_codes(smem_t base, const Stage& stage, int k) {
     using Operand = Operand<Code>;
@@ -553,7 +557,7 @@ struct Values {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int token = 16 * k + 8 * e + 2 * (lane_id() & 3);
-        load_shared_v2(shares_at(base, buffer, unit / (4 * kGroupSubtiles)) + 4 * token, shares[i][e]);
+        shares[i][e] = static_cast<uint32_t>(load_shared_s32(shares_at(base, buffer, unit / (4 * kGroupSubtiles)) + 2 * token));
       }
     }
   }
@@ -563,7 +567,7 @@ struct Values {
     const int i = c % kScales;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      pair[e] = pack2<Fp16>(shares[i][e][0], shares[i][e][1]);
+      pair[e] = shares[i][e];
     }
   }
 

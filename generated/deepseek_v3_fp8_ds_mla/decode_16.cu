@@ -75,23 +75,22 @@ static_assert(kRing >= 2 * kLines, "a tile is multiplied with P beside the score
 constexpr int kScaleStages = 4;  // tiles' scales
 constexpr int kScaleBoxBytes = 1024;  // from the scales of one copy's tokens to the next copy's
 
-// ---- Shared memory, bytes from the base (230520 of 232448) ---------------------------------------
+// ---- Shared memory, bytes from the base (226936 of 232448) ---------------------------------------
 constexpr int kOffsetQ = 0;  // 18432: 16 rows x 9 subtiles
 constexpr int kOffsetK = 18432;  // 196608: 24 lines of 64 tokens as they are in the cache
 constexpr int kOffsetP = 215040;  // 4096: probabilities of a tile, 16 x 64
 constexpr int kOffsetScales = 219136;  // 4096: of 4 tiles
-constexpr int kOffsetGrades = 223232;  // 2560: float32 that lead from one scale of a token to the next
-constexpr int kOffsetShares = 225792;  // 2048: scales of the token's largest, beside a P
-constexpr int kOffsetTerms = 227840;  // 128: float32 of a row: its scores' unit and its reference
-constexpr int kOffsetFactors = 227968;  // 128: float32 that scale a row of O, beside a P
-constexpr int kOffsetMaxima = 228096;  // 512: float32, of each warp, a warpgroup
-constexpr int kOffsetSums = 228608;  // 1024: float32, of each warp, by turns
-constexpr int kOffsetTotals = 229632;  // 128: float32 that normalise O, a warpgroup
-constexpr int kOffsetItems = 229760;  // 128: 4 items of work
-constexpr int kOffsetRaised = 229888;  // 16: whether a P raised references; what all codes are multiplied with
-constexpr int kOffsetSchedule = 229904;  // 32: how the requests are cut, and what the mask hides
-constexpr int kOffsetSplits = 229936;  // 32: requests that the part shares with others
-constexpr int kOffsetBarriers = 229968;  // 552: mbarriers, in the order of the plan
+constexpr int kOffsetShares = 223232;  // 1024: fp16, what a scale is of the token's largest, beside a P
+constexpr int kOffsetTerms = 224256;  // 128: float32 of a row: its scores' unit and its reference
+constexpr int kOffsetFactors = 224384;  // 128: float32 that scale a row of O, beside a P
+constexpr int kOffsetMaxima = 224512;  // 512: float32, of each warp, a warpgroup
+constexpr int kOffsetSums = 225024;  // 1024: float32, of each warp, by turns
+constexpr int kOffsetTotals = 226048;  // 128: float32 that normalise O, a warpgroup
+constexpr int kOffsetItems = 226176;  // 128: 4 items of work
+constexpr int kOffsetRaised = 226304;  // 16: whether a P raised references; what all codes are multiplied with
+constexpr int kOffsetSchedule = 226320;  // 32: how the requests are cut, and what the mask hides
+constexpr int kOffsetSplits = 226352;  // 32: requests that the part shares with others
+constexpr int kOffsetBarriers = 226384;  // 552: mbarriers, in the order of the plan
 constexpr int kOffsetScratch = 215040;  // 152: prefix sums, extremes
 constexpr int kLineBytes = kTokens * 128;
 constexpr int kQSubtileBytes = kRows * 128;
@@ -126,23 +125,23 @@ MLAFORGE_DEVICE smem_t factors_at(smem_t base, int buffer) { return base + kOffs
 MLAFORGE_DEVICE smem_t raised_at(smem_t base, int buffer) { return base + kOffsetRaised + 4 * buffer; }
 constexpr int kOffsetUnit = kOffsetRaised + 4 * kExchanges;
 MLAFORGE_DEVICE smem_t shares_at(smem_t base, int buffer, int g) {
-  return base + kOffsetShares + (buffer * kGroups + g) * (4 * kTokens);
+  return base + kOffsetShares + (buffer * kGroups + g) * (2 * kTokens);
 }
 MLAFORGE_DEVICE smem_t maxima_at(smem_t base, int group) { return base + kOffsetMaxima + group * (16 * kRows); }
 MLAFORGE_DEVICE smem_t sums_at(smem_t base, int buffer, int warp) {
   return base + kOffsetSums + (8 * buffer + warp) * (4 * kRows);
 }
 MLAFORGE_DEVICE smem_t totals_at(smem_t base, int group) { return base + kOffsetTotals + group * (4 * kRows); }
-MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 229968 + 8 * i; }  // 24: a line of the tokens' rows has landed
-MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 230160 + 8 * i; }  // 24: the 8 warps have finished with it
-MLAFORGE_DEVICE smem_t scales_full(smem_t base, int i) { return base + 230352 + 8 * i; }  // 4: the scales of a tile have landed
-MLAFORGE_DEVICE smem_t scales_empty(smem_t base, int i) { return base + 230384 + 8 * i; }  // 4: the 8 warps have read them
-MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 230416 + 8 * i; }  // 2: the 4 warps of a warpgroup have stored P
-MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 230432 + 8 * i; }  // 1: Q has landed
-MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 230440 + 8 * i; }  // 1: the item is finished with it
-MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 230448 + 8 * i; }  // 4: the walker has written an item
-MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 230480 + 8 * i; }  // 4: the other roles are done with it
-MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 230512 + 8 * i; }  // 1: partial results that the part merges have landed
+MLAFORGE_DEVICE smem_t full(smem_t base, int i) { return base + 226384 + 8 * i; }  // 24: a line of the tokens' rows has landed
+MLAFORGE_DEVICE smem_t empty(smem_t base, int i) { return base + 226576 + 8 * i; }  // 24: the 8 warps have finished with it
+MLAFORGE_DEVICE smem_t scales_full(smem_t base, int i) { return base + 226768 + 8 * i; }  // 4: the scales of a tile have landed
+MLAFORGE_DEVICE smem_t scales_empty(smem_t base, int i) { return base + 226800 + 8 * i; }  // 4: the 8 warps have read them
+MLAFORGE_DEVICE smem_t filled(smem_t base, int i) { return base + 226832 + 8 * i; }  // 2: the 4 warps of a warpgroup have stored P
+MLAFORGE_DEVICE smem_t q_full(smem_t base, int i) { return base + 226848 + 8 * i; }  // 1: Q has landed
+MLAFORGE_DEVICE smem_t q_empty(smem_t base, int i) { return base + 226856 + 8 * i; }  // 1: the item is finished with it
+MLAFORGE_DEVICE smem_t item_full(smem_t base, int i) { return base + 226864 + 8 * i; }  // 4: the walker has written an item
+MLAFORGE_DEVICE smem_t item_empty(smem_t base, int i) { return base + 226896 + 8 * i; }  // 4: the other roles are done with it
+MLAFORGE_DEVICE smem_t landed(smem_t base, int i) { return base + 226928 + 8 * i; }  // 1: partial results that the part merges have landed
 MLAFORGE_DEVICE smem_t scales_at(smem_t base, int stage) {
   return base + kOffsetScales + stage * (kTokens / Config::kBoxTokens * kScaleBoxBytes);
 }
@@ -348,12 +347,20 @@ MLAFORGE_DEVICE void release_tile(smem_t base, const Stage& stage) {
 // What a thread needs of the scales of its two tokens along M.
 struct TokenScales {
   float token[2] = {1.f, 1.f};  // what a token's V must be multiplied with, but for what all tokens share
-  float scores[2];  // and its scores
+  float groups[2][kGroups];  // and its scores, by the group of columns
 };
 
 // `left` tokens of the tile are the request's. Of the others nothing is known: their scale is 0.
-MLAFORGE_DEVICE float load_scale(smem_t scales, int left, int token, int group) {
-  return token < left ? load_shared_f32(token_scales(scales, token) + 4 * group) : 0.f;
+MLAFORGE_DEVICE void load_group_scales(smem_t scales, int left, int token, float (&of)[kGroups]) {
+  of[0] = of[1] = of[2] = of[3] = 0.f;
+  if (token < left) load_shared_v4(token_scales(scales, token), of);
+}
+// The largest of a token's scales, at least the smallest normal number, whose inverse there is.
+MLAFORGE_DEVICE float largest_of(const float (&scales)[kGroups]) {
+  float largest = 0x1p-126f;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) largest = max_nan(largest, scales[g]);
+  return largest;
 }
 // The quotient of two scales, neither of them subnormal.
 MLAFORGE_DEVICE float ratio(float from, float to) {
@@ -362,43 +369,20 @@ MLAFORGE_DEVICE float ratio(float from, float to) {
   return from * down * reciprocal_approx(to * down);
 }
 
-// Scores are summed up in units of the scale of the columns at hand, and nothing is rounded: on the way from one such unit
-// to the next they are multiplied with a grade. A scale that is nothing beside the token's largest is taken for larger, as
-// is 0, so that no unit is too small. In the place of the grade that nothing leads to stands the largest scale, behind the
-// last one the last unit. A warp does its 16 tokens.
-constexpr int kLargest = 0;
-constexpr int kLastUnit = kGroups;
-MLAFORGE_DEVICE smem_t grade_at(smem_t base, int group, int g) {
-  return base + kOffsetGrades + (group * (kGroups + 1) + g) * (4 * kTokens);
-}
-MLAFORGE_DEVICE void grade_tokens(smem_t base, int group, smem_t scales, int left) {
-  __syncwarp();
-  const int token = 16 * group_warp() + lane_id();
-  if (lane_id() < 16) {
-    float largest = 0x1p-126f;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) largest = max_nan(largest, load_scale(scales, left, token, g));
-    float unit = 0.f;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const float next = max_nan(max_nan(load_scale(scales, left, token, g), largest * 0x1p-40f), 0x1p-126f);
-      if (g > 0) store_shared_f32(grade_at(base, group, g) + 4 * token, ratio(unit, next));
-      unit = next;
-    }
-    store_shared_f32(grade_at(base, group, kLastUnit) + 4 * token, unit);
-    store_shared_f32(grade_at(base, group, kLargest) + 4 * token, largest);
-  }
-  __syncwarp();
-}
-
-// V is multiplied with what the columns' scales are of the token's largest, rounded as elements of fp16 are.
+// V is multiplied with what the columns' scales are of the token's largest, rounded as elements of fp16 are. Two tokens' stand
+// together, as products with V need them.
 MLAFORGE_DEVICE void store_shares(smem_t base, int group, int buffer, smem_t scales, int left) {
-  if (lane_id() >= 16) return;
-  const int token = 16 * group_warp() + lane_id();
-  const float inverse = ratio(1.f, load_shared_f32(grade_at(base, group, kLargest) + 4 * token));
+  const int token = 16 * group_warp() + lane_id() % 16;
+  float of[kGroups];
+  load_group_scales(scales, left, token, of);
+  const float inverse = ratio(1.f, largest_of(of));
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    store_shared_f32(shares_at(base, buffer, g) + 4 * token, load_scale(scales, left, token, g) * inverse);
+    const float share = of[g] * inverse;
+    const float next = shuffle_xor(share, 1);
+    if (lane_id() < 16 && lane_id() % 2 == 0) {
+      store_shared_s32(shares_at(base, buffer, g) + 2 * token, static_cast<int32_t>(pack2<Fp16>(share, next)));
+    }
   }
 }
 
@@ -406,8 +390,8 @@ MLAFORGE_DEVICE TokenScales load_token_scales(smem_t base, int group, const Stag
   TokenScales of;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    of.token[i] = load_shared_f32(grade_at(base, group, kLargest) + 4 * accumulator_row(i));
-    of.scores[i] = load_shared_f32(grade_at(base, group, kLastUnit) + 4 * accumulator_row(i));
+    load_group_scales(scales_at(base, stage.scales.stage()), left, accumulator_row(i), of.groups[i]);
+    of.token[i] = largest_of(of.groups[i]);
   }
   return of;
 }
@@ -431,14 +415,13 @@ MLAFORGE_DEVICE void clear_behind(smem_t base, const Stage& stage, int left) {
 
 // S^T = K Q^T in codes. They are loaded ahead of their products: a load takes as long as a few of these.
 MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int left, uint32_t nothing,
-                                 uint32_t (&a)[kOperands][8], float (&s)[kRows / 2]) {
+                                 uint32_t (&a)[kOperands][8], float (&of_groups)[kGroups][kRows / 2]) {
   using Operand = Operand<Code>;
   constexpr int kLoads = (kSteps + Operand::kStepsPerLoad - 1) / Operand::kStepsPerLoad;
   const uint64_t q = wgmma_descriptor(base + kOffsetQ, 16, 1024);
   const smem_t scales = scales_at(base, stage.scales.stage());
   wait_tile(base, stage);
-  grade_tokens(base, group, scales, left);
-  constexpr int kAhead = 1;
+  constexpr int kAhead = 2;
   uint32_t words[kAhead + 1][4];
   const auto load = [&](int number) {
     load_codes(line_at(base, stage.line(number / kLoadsPerLine)), number % kLoadsPerLine, words[number % (kAhead + 1)]);
@@ -459,23 +442,14 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int
     wgmma_fence_operand(now);
     if (step % kBatch != kBatch - 1 && step != kSteps - 1) continue;
     const int first = step / kBatch * kBatch;
-    if (first > 0 && first % kGroupSteps == 0) {
-      float grade[2];
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        grade[t] = load_shared_f32(grade_at(base, group, first / kGroupSteps) + 4 * accumulator_row(t));
-      }
-      wgmma_wait<0>();
-      wgmma_fence_operand(s);
-#pragma unroll
-      for (int e = 0; e < kRows / 2; ++e) s[e] *= grade[e / 2 % 2];
-    }
+    // The products of a group have a sum of their own, so that nobody waits for them in between.
+    float(&s)[kRows / 2] = of_groups[first / kGroupSteps];
     wgmma_fence_operand(s);
     wgmma_fence();
 #pragma unroll
     for (int k = 2 * first; k < 2 * step + 2; ++k) {
       if (16 * k >= kCodeColumns) break;
-      wgmma_rs_k<Fp16, kRows>(s, a[k / 2 % kOperands] + k % 2 * 4, wgmma_advance(q, k / 4 * kQSubtileBytes + k % 4 * 32), k > 0);
+      wgmma_rs_k<Fp16, kRows>(s, a[k / 2 % kOperands] + k % 2 * 4, wgmma_advance(q, k / 4 * kQSubtileBytes + k % 4 * 32), k % (2 * kGroupSteps) > 0);
     }
     wgmma_commit();
   }
@@ -503,6 +477,19 @@ MLAFORGE_DEVICE void issue_rope(smem_t base, const Stage& stage, float (&s)[kRow
 // A pair of float32 of neighbouring rows of Q that a thread holds: h counts its groups of 8 rows.
 MLAFORGE_DEVICE smem_t pair_at(smem_t rows, int h) { return rows + 4 * accumulator_column(2 * h); }
 
+// Scores of the groups' codes, each by its scale, in one sum.
+MLAFORGE_DEVICE void join_groups(const TokenScales& of, float (&of_groups)[kGroups][kRows / 2], float (&s)[kRows / 2]) {
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    wgmma_fence_operand(of_groups[g]);
+#pragma unroll
+    for (int e = 0; e < kRows / 2; ++e) {
+      const float scale = of.groups[e / 2 % 2][g];
+      s[e] = g == 0 ? of_groups[g][e] * scale : fmaf(of_groups[g][e], scale, s[e]);
+    }
+  }
+}
+
 // ---- Values ------------------------------------------------------------------------------------------------------
 
 // The warp's columns of 16 tokens of V, transposed, as they lie there.
@@ -511,7 +498,7 @@ struct Values {
   uint32_t codes[kPieces][2];  // of each piece a word of the first 8 tokens and one of the others
   // The columns of a warp are under one word of scales, but for three units.
   static constexpr int kScales = kUnits == 3 ? 3 : 1;
-  float shares[kScales][2][2];  // of the same tokens
+  uint32_t shares[kScales][2];  // of the same tokens, two and two
 
   MLAFORGE_DEVICE void load_codes(smem_t base, const Stage& stage, int k) {
     using Operand = Operand<Code>;
@@ -542,7 +529,7 @@ struct Values {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int token = 16 * k + 8 * e + 2 * (lane_id() & 3);
-        load_shared_v2(shares_at(base, buffer, unit / (4 * kGroupSubtiles)) + 4 * token, shares[i][e]);
+        shares[i][e] = static_cast<uint32_t>(load_shared_s32(shares_at(base, buffer, unit / (4 * kGroupSubtiles)) + 2 * token));
       }
     }
   }
@@ -552,7 +539,7 @@ struct Values {
     const int i = c % kScales;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      pair[e] = pack2<Fp16>(shares[i][e][0], shares[i][e][1]);
+      pair[e] = shares[i][e];
     }
   }
 
@@ -678,7 +665,7 @@ MLAFORGE_DEVICE void follow(smem_t base, int buffer, int raised, float (&sum)[kR
 // the request's from there on, and from `first_border` on the mask hides some of them. Gives whether references have risen.
 MLAFORGE_DEVICE bool soften(smem_t base, int group, const Stage& stage, int i, int token, int left, int first_border,
                             const RowTile<Config>& tile, const ItemReader& reader, float scale_log2,
-                            float (&s)[kRows / 2], float (&rope)[kRows / 2], float (&sum)[kRows / 4]) {
+                            float (&of_groups)[kGroups][kRows / 2], float (&rope)[kRows / 2], float (&sum)[kRows / 4]) {
   const int buffer = stage.exchange.stage();
   const int barrier = kGroupBarrier + group;
   const int thread = static_cast<int>(threadIdx.x) & 127;
@@ -692,7 +679,8 @@ MLAFORGE_DEVICE bool soften(smem_t base, int group, const Stage& stage, int i, i
 #pragma unroll
   for (int h = 0; h < kPairsAhead; ++h) load_shared_v4(unit_at(base + kOffsetTerms, accumulator_column(2 * h)), terms[h]);
   wgmma_wait<0>();
-  wgmma_fence_operand(s);
+  float s[kRows / 2];
+  join_groups(of, of_groups, s);
   wgmma_fence_operand(rope);
   float most[4] = {-infinity(), -infinity(), -infinity(), -infinity()};  // by which scores of either token pass a reference
   // Relative to the rows' references, in the log2 domain.
@@ -701,7 +689,6 @@ MLAFORGE_DEVICE bool soften(smem_t base, int group, const Stage& stage, int i, i
     const float(&term)[4] = terms[h % kPairsAhead];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      s[4 * h + e] *= of.scores[e / 2];
       s[4 * h + e] = fmaf(s[4 * h + e], term[e % 2], fmaf(rope[4 * h + e], scale_log2, -term[2 + e % 2]));
       most[e] = fmaxf(most[e], s[4 * h + e]);
     }
@@ -900,7 +887,7 @@ MLAFORGE_DEVICE void consume(smem_t base, int group, const RowTile<Config>& tile
     for (int i = group; tiles > 0; i += 2) {
       const int token = (item.first_block + i) * kTokens;
       const int left = item.kv_end - token;
-      float s[kRows / 2];
+      float s[kGroups][kRows / 2];
       float rope[kRows / 2];  // of the columns behind the codes, where there are registers for two sums
       if (i < tiles) {
         Stage scores = values;

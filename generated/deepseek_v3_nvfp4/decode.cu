@@ -340,9 +340,26 @@ struct TokenScales {
 };
 
 // `left` tokens of the tile are the request's. Of the others nothing is known: their scale is 0.
-MLAFORGE_DEVICE int32_t load_scales(smem_t scales, int left, int i, int subtile) {
+// Of token accumulator_row(i) from word `first` on, four blocks' in a word; behind a row's last one there may be padding.
+template <int Words>
+MLAFORGE_DEVICE void load_scales(smem_t scales, int left, int i, int first, int32_t (&words)[Words]) {
   const int token = accumulator_row(i);
-  return token < left ? load_shared_s32(token_scales(scales, token) + 4 * subtile) : 0;
+#pragma unroll
+  for (int k = 0; k < Words; ++k) words[k] = 0;
+  if (token >= left) return;
+  const smem_t at = token_scales(scales, token) + 4 * first;
+  if constexpr (Words == 1) {
+    words[0] = load_shared_s32(at);
+  } else {
+    static_assert(Words % 4 == 0, "16 bytes a load");
+#pragma unroll
+    for (int k = 0; k < Words; k += 4) {
+      int32_t four[4];
+      load_shared_v4(at + 4 * k, four);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) words[k + e] = four[e];
+    }
+  }
 }
 
 MLAFORGE_DEVICE TokenScales load_token_scales(smem_t base, int group, const Stage& stage, int left) {
@@ -379,11 +396,14 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int
   wait_tile(base, stage);
   constexpr int kAhead = 2;
   uint32_t words[kAhead + 1][4];
-  int32_t blocks[kAhead + 1][2];
+  // Of scales that come at once. Of tiles with many rows no register is left.
+  constexpr int kWords = 1;
+  int32_t blocks[(kLoads + kWords - 1) / kWords][2][kWords];
   const auto load = [&](int number) {
     load_codes(line_at(base, stage.line(number / kLoadsPerLine)), number % kLoadsPerLine, words[number % (kAhead + 1)]);
+    if (number % kWords != 0) return;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) blocks[number % (kAhead + 1)][e] = load_scales(scales, left, e, number);
+    for (int e = 0; e < 2; ++e) load_scales(scales, left, e, number, blocks[number / kWords][e]);
   };
 #pragma unroll
   for (int number = 0; number < kAhead; ++number) load(number);
@@ -403,7 +423,7 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int
       const uint32_t selector = 0x4420 + (lane_id() >> 1 & 1) * 0x11;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        scales_of[e] = widen_low<E4m3>(permute_bytes(static_cast<uint32_t>(blocks[number % (kAhead + 1)][e]), 0, selector));
+        scales_of[e] = widen_low<E4m3>(permute_bytes(static_cast<uint32_t>(blocks[number / kWords][e][number % kWords]), 0, selector));
       }
     }
 #pragma unroll

@@ -314,17 +314,25 @@ MLAFORGE_DEVICE void release_lines(smem_t base, const Stage& stage) {
 }
 
 // `left` tokens of the tile are the request's. Of the others nothing is known: their scale is 0.
-// All of token accumulator_row(i)'s, four blocks' in a word.
+// Of token accumulator_row(i) from word `first` on, four blocks' in a word; behind a row's last one there may be padding.
 template <int Words>
-MLAFORGE_DEVICE void load_all_scales(smem_t scales, int left, int i, int32_t (&words)[Words][2]) {
+MLAFORGE_DEVICE void load_scales(smem_t scales, int left, int i, int first, int32_t (&words)[Words]) {
   const int token = accumulator_row(i);
-  const smem_t at = token_scales(scales, token);
 #pragma unroll
-  for (int first = 0; first < Words; first += 4) {
-    int32_t four[4] = {0, 0, 0, 0};
-    if (token < left) load_shared_v4(at + 4 * first, four);
+  for (int k = 0; k < Words; ++k) words[k] = 0;
+  if (token >= left) return;
+  const smem_t at = token_scales(scales, token) + 4 * first;
+  if constexpr (Words == 1) {
+    words[0] = load_shared_s32(at);
+  } else {
+    static_assert(Words % 4 == 0, "16 bytes a load");
 #pragma unroll
-    for (int k = 0; k < 4 && first + k < Words; ++k) words[first + k][i] = four[k];
+    for (int k = 0; k < Words; k += 4) {
+      int32_t four[4];
+      load_shared_v4(at + 4 * k, four);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) words[k + e] = four[e];
+    }
   }
 }
 
@@ -342,11 +350,14 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int
   const smem_t v_rows = v_at(base, group) + (16 * group_warp() + (lane_id() & 15)) * 128;
   constexpr int kAhead = 2;
   uint32_t words[kAhead + 1][4];
-  int32_t blocks[kLoads][2];
-#pragma unroll
-  for (int e = 0; e < 2; ++e) load_all_scales<kLoads>(scales, left, e, blocks);
+  // Of scales that come at once. Of tiles with many rows no register is left.
+  constexpr int kWords = (kLoads + 3) / 4 * 4;
+  int32_t blocks[(kLoads + kWords - 1) / kWords][2][kWords];
   const auto load = [&](int number) {
     load_codes(line_at(base, stage.line(number / kLoadsPerLine)), number % kLoadsPerLine, words[number % (kAhead + 1)]);
+    if (number % kWords != 0) return;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) load_scales(scales, left, e, number, blocks[number / kWords][e]);
   };
 #pragma unroll
   for (int number = 0; number < kAhead; ++number) load(number);
@@ -366,7 +377,7 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int
       const uint32_t selector = 0x4420 + (lane_id() >> 1 & 1) * 0x11;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        scales_of[e] = widen_low<E4m3>(permute_bytes(static_cast<uint32_t>(blocks[number][e]), 0, selector));
+        scales_of[e] = widen_low<E4m3>(permute_bytes(static_cast<uint32_t>(blocks[number / kWords][e][number % kWords]), 0, selector));
       }
     }
 #pragma unroll

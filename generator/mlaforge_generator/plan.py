@@ -851,6 +851,11 @@ def _swapped(spec: Spec, rows: int, tokens: int, stages: int) -> _Arrangement:
     )
 
 
+def _parted(row: CodedRow, rows: int) -> bool:
+    """Say whether scores of each group under a scale have a sum of their own: there are registers for them."""
+    return row.groups > 1 and rows <= 32
+
+
 def _coded_memory(
     spec: Spec, row: CodedRow, rows: int, tokens: int, ring: int, roles: tuple[WarpRole, ...], stored: bool
 ) -> tuple[tuple[SmemRegion, ...], tuple[Mbarrier, ...]]:
@@ -869,11 +874,11 @@ def _coded_memory(
         regions.place("scales", "kOffsetScales", size, f"of {row.scale_stages} tiles", row.scale_stages)
     regions.make_room(_merge_bytes(rows))
     if row.groups > 1:
-        size = (row.groups + 1) * tokens * 4
-        regions.place("grades", "kOffsetGrades", size, "float32 that lead from one scale of a token to the next", 2)
-        regions.place(
-            "shares", "kOffsetShares", row.groups * tokens * 4, "scales of the token's largest, beside a P", _EXCHANGES
-        )
+        if not _parted(row, rows):
+            size = (row.groups + 1) * tokens * 4
+            regions.place("grades", "kOffsetGrades", size, "float32 that lead from one scale of a token to the next", 2)
+        shares = "fp16, what a scale is of the token's largest, beside a P"
+        regions.place("shares", "kOffsetShares", row.groups * tokens * ELEMENT_BYTES, shares, _EXCHANGES)
     regions.place("terms", "kOffsetTerms", rows * 8, "float32 of a row: its scores' unit and its reference")
     if not stored:
         regions.place("factors", "kOffsetFactors", rows * 4, "float32 that scale a row of O, beside a P", _EXCHANGES)
@@ -1025,8 +1030,8 @@ def _swapped_quantised(spec: Spec, rows: int, tokens: int, stages: int) -> _Arra
         operands=operands,
         batch=batch,
         # Products wait for the scores' units of a group, and then for what was loaded too early.
-        loads_ahead=1 if row.groups > 1 else 2,
-        sums=2 if rows <= 32 and row.rope_lines else 1,
+        loads_ahead=1 if row.groups > 1 and rows > 16 else 2,
+        sums=(row.groups if _parted(row, rows) else 1) + (1 if rows <= 32 and row.rope_lines else 0),
         uses=(
             RegisterUse("warpgroup 0", f"O, {half} x {rows} float32", rows * half // 128),
             RegisterUse("warpgroup 0", f"K or V, {operands} x {tokens} x 32 fp16", operands * tokens // 8),
@@ -1138,7 +1143,10 @@ def _schedule(spec: Spec, target: Target) -> tuple[str, str]:
                 return "stored", "of e2m1 it is the widening that takes time: once a code"
         elif options.tile_rows == "auto" and "stored" in _schedules(spec):
             few = CODED_TILE_ROWS["stored"][-1]
-            return "swapped", f"products with codes take them from registers; for {few} rows stored, which widens codes once"
+            return (
+                "swapped",
+                f"products with codes take them from registers; for {few} rows stored, which widens codes once",
+            )
         return "swapped", "products with codes take them from registers"
     if spec.kernels.decode.tile_rows in TILE_ROWS["swapped"]:
         return "swapped", "the one with tiles of so few rows"
