@@ -197,6 +197,14 @@ def test_all_codes_of_e4m3() -> None:
     assert torch.equal(again, codes.where(codes != 0xFF, 0x7F))
 
 
+def test_kernels_hold_every_e2m1_and_its_product_with_a_scale_as_an_fp16() -> None:
+    codes = decode_e2m1(torch.arange(16, dtype=torch.uint8)).double() * 2**-14
+    scales = decode_e4m3(torch.arange(0x7F, dtype=torch.uint8)).double()
+    products = codes * scales.unsqueeze(-1)
+    for exact in (codes, scales, products):
+        assert torch.equal(exact.half().double(), exact)
+
+
 def test_all_codes_of_e2m1() -> None:
     codes = torch.arange(16, dtype=torch.uint8)
     decoded = decode_e2m1(codes)

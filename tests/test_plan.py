@@ -134,7 +134,9 @@ def registers_are_there(decode: DecodePlan, target: Target) -> None:
     for limit in decode.launch.register_limits:
         assert limit.registers % 8 == 0 and 24 <= limit.registers <= target.max_registers_per_thread
     assert {limit.registers for limit in decode.launch.register_limits} == set(available.values())
-    assert sum(role.warps * 32 * role.registers for role in decode.roles) <= target.registers_per_sm
+    # A launch gets as many for each thread, in steps of 8; who waits for more than there were hangs.
+    at_launch = min(target.registers_per_sm // decode.launch.threads // 8 * 8, target.max_registers_per_thread)
+    assert sum(role.warps * 32 * role.registers for role in decode.roles) <= at_launch * decode.launch.threads
     assert sum(role.warps for role in decode.roles) * 32 == decode.launch.threads <= 1024
 
 

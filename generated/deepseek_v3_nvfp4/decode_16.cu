@@ -350,7 +350,7 @@ MLAFORGE_DEVICE void issue_codes(smem_t base, int group, const Stage& stage, int
   const smem_t v_rows = v_at(base, group) + (16 * group_warp() + (lane_id() & 15)) * 128;
   constexpr int kAhead = 2;
   uint32_t words[kAhead + 1][4];
-  // Of scales that come at once. Of tiles with many rows no register is left.
+  // Words of scales that come at once; beside tiles of many rows there are no registers for more.
   constexpr int kWords = (kLoads + 3) / 4 * 4;
   int32_t blocks[(kLoads + kWords - 1) / kWords][2][kWords];
   const auto load = [&](int number) {

@@ -1,6 +1,6 @@
 // Codes of quantised rows as the A operand of WGMMA: 64 columns of 64 tokens from shared memory to registers, as fp16.
 //
-// Every e4m3, and every product of an e2m1 with an e4m3, is an fp16: nothing is rounded.
+// Every e4m3, and every 2^-14 of the product of an e2m1 with an e4m3, is an fp16: nothing is rounded.
 //
 // With tokens along M a matrix load gives a lane four neighbouring bytes of a token, and the codes in them become registers
 // of the operand as they come. So the columns change places within a few: `column` says which one stands where. The other
