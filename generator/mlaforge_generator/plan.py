@@ -1145,7 +1145,7 @@ def _schedule(spec: Spec, target: Target) -> tuple[str, str]:
             few = CODED_TILE_ROWS["stored"][-1]
             return (
                 "swapped",
-                f"products with codes take them from registers; for {few} rows stored, which widens codes once",
+                f"products with codes take them from registers; for {few} rows stored",
             )
         return "swapped", "products with codes take them from registers"
     if spec.kernels.decode.tile_rows in TILE_ROWS["swapped"]:
