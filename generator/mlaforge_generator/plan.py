@@ -82,7 +82,7 @@ class Tile:
     loads_ahead: int = 1
     """Matrix loads of codes that are under way while those before are widened, for the scores."""
     sums: int = 1
-    """Of scores in a warpgroup's registers: of the products with codes, and of the others."""
+    """Of scores in a warpgroup's registers: of products with codes, or of each group under a scale; of the others."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _plan_decodes(spec: Spec, target: Target) -> tuple[tuple[DecodePlan, ...], l
     narrow: list[DecodePlan] = []
     if options.schedule == options.tile_rows == "auto":
         for few in (each for each in _auto_tile_rows(spec, "swapped") if each < rows):
-            of_few = _narrow_schedule(spec, few)
+            of_few = _narrow_schedule(spec, few, target, at_most=True)
             fewer = _stages(spec, of_few, few, tokens, target, at_most=True)
             if fewer is not None:
                 narrow.append(_decode(spec, target, f"decode_{few}", of_few, few, tokens, fewer))
@@ -1129,25 +1129,27 @@ def _stages(spec: Spec, schedule: str, rows: int, tokens: int, target: Target, *
     return None
 
 
-def _narrow_schedule(spec: Spec, rows: int) -> str:
-    """Name the schedule of a kernel with tiles of few rows."""
-    return "stored" if "stored" in _schedules(spec) and rows in CODED_TILE_ROWS["stored"] else "swapped"
+def _narrow_schedule(spec: Spec, rows: int, target: Target, *, at_most: bool = False) -> str:
+    """Name the schedule of a kernel with tiles of few rows: that which stores V where there is one and it fits.
+
+    With `at_most` the stages that the spec asks for are a limit.
+    """
+    if "stored" not in _schedules(spec) or rows not in CODED_TILE_ROWS["stored"]:
+        return "swapped"
+    fits = _stages(spec, "stored", rows, spec.kernels.decode.tile_tokens, target, at_most=at_most) is not None
+    return "stored" if fits else "swapped"
 
 
 def _schedule(spec: Spec, target: Target) -> tuple[str, str]:
     """Choose a schedule and say why."""
     if spec.layout is not None:
-        options = spec.kernels.decode
-        if options.tile_rows != "auto" and _narrow_schedule(spec, options.tile_rows) == "stored":
-            if _stages(spec, "stored", options.tile_rows, options.tile_tokens, target) is not None:
-                return "stored", "of e2m1 it is the widening that takes time: once a code"
-        elif options.tile_rows == "auto" and "stored" in _schedules(spec):
-            few = CODED_TILE_ROWS["stored"][-1]
-            return (
-                "swapped",
-                f"products with codes take them from registers; for {few} rows stored",
-            )
-        return "swapped", "products with codes take them from registers"
+        rows = spec.kernels.decode.tile_rows
+        if rows != "auto" and _narrow_schedule(spec, rows, target) == "stored":
+            return "stored", "of e2m1 it is the widening that takes time: once a code"
+        why = "products with codes take them from registers"
+        if rows == "auto" and "stored" in _schedules(spec):
+            why += f"; for {CODED_TILE_ROWS['stored'][-1]} rows stored"
+        return "swapped", why
     if spec.kernels.decode.tile_rows in TILE_ROWS["swapped"]:
         return "swapped", "the one with tiles of so few rows"
     return "skewed", "the fastest there is"
